@@ -1,0 +1,1 @@
+"""Pure measurements on arrays: numpy and numba, no files, no torch."""
