@@ -1,0 +1,203 @@
+"""The write side of a run directory: where its files lie, who may write them, which attempt it is.
+
+    run.json                                the run: schema version, id, world size
+    attempts/rank-00000/claim.json          the process that writes this rank now
+    attempts/rank-00000/attempt-0000.json   one process life: versions, dataset, how it ended
+    {exposures,samples,signals}/rank-00000/attempt-0000.ledger      facts, append-only
+    derived/                                all that can be rebuilt
+
+One writer per rank, no locks: a claim of a living process is refused, a stale one is taken over as
+a new attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from auditor.errors import RunClaimedError, RunError, SchemaVersionError
+from auditor.schema import RUN_VERSION
+
+LEDGERS = ("exposures", "samples", "signals")
+STALE_S = 60.0
+"""A claim from another host is stale when its heartbeat is older than this."""
+
+
+def rank_folder(run: Path, table: str, rank: int) -> Path:
+    return run / table / f"rank-{rank:05d}"
+
+
+def ledger_path(run: Path, table: str, rank: int, attempt: int) -> Path:
+    return rank_folder(run, table, rank) / f"attempt-{attempt:04d}.ledger"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole, sync, rename: a reader sees the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_run_json(run: Path) -> dict[str, Any]:
+    """The parsed ``run.json``.
+
+    Raises:
+        RunError: there is none, or it is not one.
+        SchemaVersionError: it was written by a newer version.
+    """
+    path = run / "run.json"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        found = int(value["schema_version"])
+    except FileNotFoundError:
+        raise RunError(
+            "not a run directory: it has no run.json",
+            path=run,
+            remedy="Give the folder that was passed to AuditedSampler or GradeMonitor as run=",
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"run.json cannot be read ({error})",
+            path=path,
+            remedy="Restore it from a copy, or record the run again",
+        ) from None
+    if found > RUN_VERSION:
+        raise SchemaVersionError("run directory", path=path, found=found, expected=RUN_VERSION)
+    return dict(value)
+
+
+@dataclass
+class Attempt:
+    """One process life of one rank; made by :func:`open_attempt`."""
+
+    run: Path
+    run_id: str
+    rank: int
+    number: int
+    facts: dict[str, Any]
+
+    @property
+    def _path(self) -> Path:
+        return rank_folder(self.run, "attempts", self.rank) / f"attempt-{self.number:04d}.json"
+
+    def ledger(self, table: str) -> Path:
+        return ledger_path(self.run, table, self.rank, self.number)
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the attempt's file."""
+        self.facts.update(facts)
+        write_json(self._path, self.facts)
+
+    def heartbeat(self) -> None:
+        write_json(_claim_path(self.run, self.rank), _claim())
+
+    def close(self, **facts: Any) -> None:
+        """Record how the attempt ended and give the claim back."""
+        self.note(closed=time.time(), **facts)
+        _claim_path(self.run, self.rank).unlink(missing_ok=True)
+
+
+def open_attempt(run: Path, *, rank: int = 0, world_size: int = 1) -> Attempt:
+    """Claim a rank of a run directory, creating the directory on first use.
+
+    Raises:
+        RunClaimedError: a live process is writing this rank.
+        RunError: the path exists and is something else.
+        SchemaVersionError: the run was written by a newer version.
+    """
+    if run.exists() and not run.is_dir():
+        raise RunError("not a folder", path=run, remedy="Give a folder as run=")
+    folder = rank_folder(run, "attempts", rank)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"cannot be created ({error.strerror})", path=run, remedy="Choose a writable folder"
+        ) from None
+    _create_once(
+        run / "run.json",
+        {
+            "schema_version": RUN_VERSION,
+            "run_id": uuid.uuid4().hex[:12],
+            "created": time.time(),
+            "world_size": world_size,
+        },
+    )
+    run_id = read_run_json(run)["run_id"]
+    _claim_rank(run, rank)
+    number = 1 + max((int(p.stem[-4:]) for p in folder.glob("attempt-*.json")), default=-1)
+    attempt = Attempt(run, run_id, rank, number, {})
+    attempt.note(
+        attempt=number,
+        rank=rank,
+        world_size=world_size,
+        started=time.time(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        python=platform.python_version(),
+        auditor=version("auditor"),
+    )
+    return attempt
+
+
+def _create_once(path: Path, value: Any) -> None:
+    """Like :func:`write_json`, but the first of several ranks wins."""
+    if path.exists():
+        return
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
+    write_json(temporary, value)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+
+
+def _claim_path(run: Path, rank: int) -> Path:
+    return rank_folder(run, "attempts", rank) / "claim.json"
+
+
+def _claim() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": time.time()}
+
+
+def _claim_rank(run: Path, rank: int) -> None:
+    path = _claim_path(run, rank)
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        holder = None
+    if holder is not None and _is_alive(holder):
+        raise RunClaimedError(
+            f"rank {rank} is being written by process {holder['pid']} on {holder['host']}",
+            path=run,
+            remedy="Give this training its own run folder, or stop the other process",
+        )
+    write_json(path, _claim())
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    if holder.get("host") != socket.gethostname():
+        return bool(time.time() - holder.get("heartbeat", 0.0) < STALE_S)
+    pid = holder.get("pid", 0)
+    if pid == os.getpid():  # an earlier attempt of this very process that was never closed
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

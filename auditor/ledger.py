@@ -1,0 +1,153 @@
+"""The live file format: an append-only sequence of frames, readable up to the last whole one.
+
+    file   = magic, frame*
+    frame  = length u32, crc32 u32, payload          (little endian; length and crc of the payload)
+    payload = header length u32, header JSON, column bytes
+
+The header carries ``kind``, scalars, string columns, and name and dtype of each numeric column. A
+process killed at any byte leaves a readable prefix: the torn tail is dropped and its size reported.
+This module imports no polars, because it runs in the training process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from auditor.errors import RunError, SchemaVersionError
+from auditor.schema import RUN_VERSION
+
+MAGIC = b"AUDLEDG" + bytes([RUN_VERSION])
+_PREFIX = struct.Struct("<II")
+_HEADER_LENGTH = struct.Struct("<I")
+_INTEGER_WIDTHS = (np.uint8, np.uint16, np.uint32)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One record: its ``kind``, scalars by name, numeric columns [n] and string columns [n]."""
+
+    kind: str
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    strings: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+
+
+def narrowed(values: np.ndarray) -> np.ndarray:
+    """Integers in the narrowest unsigned width that holds them, others as they are."""
+    if values.dtype.kind not in "iu" or values.size == 0 or values.min() < 0:
+        return values
+    highest = values.max()
+    for width in _INTEGER_WIDTHS:
+        if highest <= np.iinfo(width).max:
+            return values.astype(width)
+    return values
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame as bytes, prefix included."""
+    columns = {name: narrowed(np.ascontiguousarray(v)) for name, v in frame.columns.items()}
+    header = json.dumps(
+        {
+            "kind": frame.kind,
+            "scalars": frame.scalars,
+            "strings": frame.strings,
+            "columns": [[name, v.dtype.str, v.size] for name, v in columns.items()],
+        },
+        separators=(",", ":"),
+    ).encode()
+    payload = b"".join(
+        [_HEADER_LENGTH.pack(len(header)), header, *(v.tobytes() for v in columns.values())]
+    )
+    return _PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _decode(payload: bytes) -> Frame:
+    (header_length,) = _HEADER_LENGTH.unpack_from(payload)
+    offset = _HEADER_LENGTH.size + header_length
+    header = json.loads(payload[_HEADER_LENGTH.size : offset])
+    columns = {}
+    for name, dtype, size in header["columns"]:
+        columns[name] = np.frombuffer(payload, dtype=dtype, count=size, offset=offset)
+        offset += columns[name].nbytes
+    return Frame(header["kind"], header["scalars"], columns, header["strings"])
+
+
+class LedgerWriter:
+    """Appends frames to one file; each is handed to the operating system before ``append`` returns.
+
+    A killed process loses nothing that was appended; a killed machine loses what came after the
+    last ``sync``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if os.fstat(self._file).st_size == 0:
+            os.write(self._file, MAGIC)
+
+    def append(self, frame: Frame) -> None:
+        """Write one frame. Raises OSError when the disk refuses it."""
+        data = memoryview(encode(frame))
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.fsync(self._file)
+        os.close(self._file)
+
+
+class LedgerReader:
+    """The whole frames of a ledger, in order; ``torn_bytes`` tells what the tail lost.
+
+    Reads a file that is still being written: what is whole now is what there is.
+
+    Raises:
+        RunError: the file is not a ledger.
+        SchemaVersionError: it was written by a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn_bytes = 0
+
+    def __iter__(self) -> Iterator[Frame]:
+        data = self.path.read_bytes()
+        if not data:  # killed between creation and the magic: an empty ledger
+            return
+        if len(data) < len(MAGIC):
+            self.torn_bytes = len(data)
+            return
+        if data[: len(MAGIC) - 1] != MAGIC[:-1]:
+            raise RunError(
+                "not a ledger file",
+                path=self.path,
+                remedy="Remove it if it does not belong to this run directory",
+            )
+        if data[len(MAGIC) - 1] > RUN_VERSION:
+            raise SchemaVersionError(
+                "ledger", path=self.path, found=data[len(MAGIC) - 1], expected=RUN_VERSION
+            )
+        offset = len(MAGIC)
+        while offset < len(data):
+            start = offset + _PREFIX.size
+            if start > len(data):
+                break
+            length, crc = _PREFIX.unpack_from(data, offset)
+            payload = data[start : start + length]
+            if len(payload) < length or zlib.crc32(payload) != crc:
+                break
+            yield _decode(payload)
+            offset = start + length
+        self.torn_bytes = len(data) - offset

@@ -1,0 +1,228 @@
+"""Reading activations during one forward pass, and reducing them to what a signal needs.
+
+Shapes: **B** samples, **T** positions, **D** width, **H** heads, **Q** sampled queries, **n** rows.
+
+Hooks stay on the model for one forward only. Attention is seen where it is computed: a torch
+function mode takes q, k and v from ``scaled_dot_product_attention`` (after rotary embedding) and
+probabilities from a ``softmax`` over [B, H, T, T]. Nothing here draws random numbers, changes
+gradients or synchronises a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from auditor.record.sites import Site
+
+N_ROWS: Final = 512
+"""Positions a token rank is taken over."""
+
+N_SAMPLES: Final = 64
+"""Samples a sample rank is taken over, at most."""
+
+ENTROPY_SAMPLES: Final = 4
+ENTROPY_QUERIES: Final = 32
+"""Samples and queries an attention entropy is taken over; all heads."""
+
+
+@dataclass
+class Attention:
+    """Per head [H], float32 on the model's device."""
+
+    entropy: Tensor
+    max_logit: Tensor | None
+
+
+@dataclass
+class Captured:
+    """What one forward showed; tensors float32 on the model's device, by layer (-1: embedding)."""
+
+    positions: dict[int, Tensor] = field(default_factory=dict)  # [n, D]
+    samples: dict[int, Tensor] = field(default_factory=dict)  # [B, D], mean over positions
+    values: dict[int, Tensor] = field(default_factory=dict)  # [n, H * head width]
+    attention: dict[int, Attention] = field(default_factory=dict)
+    n_samples: int = 0
+
+
+@contextmanager
+def capturing(
+    sites: Sequence[Site], failed: Callable[[str, Exception], None]
+) -> Iterator[Captured]:
+    """Capture every forward of the blocks inside the ``with``; later ones replace earlier ones.
+
+    A failure of ours inside the forward is passed to ``failed`` and does not disturb it.
+    """
+    captured = Captured()
+    mode = _AttentionMode(captured, failed)
+    handles: list[Any] = []
+
+    def before(site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            mode.layer = site.layer
+            if site.layer == 0:
+                with _guard(failed, "embedding"):
+                    _take(captured, -1, args[0] if args else next(iter(kwargs.values())))
+
+        return hook
+
+    def after(site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            mode.layer = None
+            with _guard(failed, site.path):
+                _take(captured, site.layer, output)
+
+        return hook
+
+    try:
+        for site in sites:
+            handles.append(site.module.register_forward_pre_hook(before(site), with_kwargs=True))
+            handles.append(site.module.register_forward_hook(after(site)))
+        with mode:
+            yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _guard(failed: Callable[[str, Exception], None], place: str) -> Iterator[None]:
+    try:
+        with torch.no_grad(), _mode_off():
+            yield
+    except Exception as error:
+        failed(f"capture of {place}", error)
+
+
+def _mode_off() -> Any:
+    """Our own arithmetic is not the model's: keep it out of the attention mode."""
+    return torch._C.DisableTorchFunction()
+
+
+def _take(captured: Captured, layer: int, output: Any) -> None:
+    x = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(x, Tensor) or x.ndim != 3:
+        raise TypeError(f"expected activations [B, T, D], got {_shape(x)}")
+    x = x.detach()
+    captured.n_samples = x.shape[0]
+    captured.positions[layer] = _strided(x.flatten(0, 1), N_ROWS).float()
+    captured.samples[layer] = x[:N_SAMPLES].float().mean(dim=1)
+
+
+def _shape(x: Any) -> str:
+    return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _strided(rows: Tensor, n: int) -> Tensor:
+    """At most n rows, evenly spaced; a copy, since the model may go on to change its own."""
+    if rows.shape[0] <= n:
+        return rows.clone()
+    index = torch.arange(n, device=rows.device) * rows.shape[0] // n
+    return rows.index_select(0, index)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Looks at attention as the model calls it; passes every call on unchanged."""
+
+    def __init__(self, captured: Captured, failed: Callable[[str, Exception], None]) -> None:
+        super().__init__()
+        self.layer: int | None = None
+        self._captured = captured
+        self._failed = failed
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.layer is not None:
+            if func is F.scaled_dot_product_attention:
+                with _guard(self._failed, "attention"):
+                    self._sdpa(*args, **kwargs)
+            elif func in _SOFTMAX and isinstance(result, Tensor) and result.ndim == 4:
+                with _guard(self._failed, "softmax"):
+                    self._softmax(args[0], result)
+        return result
+
+    def _sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        assert self.layer is not None
+        heads_last = value.detach().transpose(1, 2).flatten(2)
+        self._captured.values[self.layer] = _strided(heads_last.flatten(0, 1), N_ROWS).float()
+        self._captured.attention[self.layer] = attention_of(
+            query.detach(), key.detach(), attn_mask, is_causal=is_causal, scale=scale
+        )
+
+    def _softmax(self, logits: Tensor, probabilities: Tensor) -> None:
+        assert self.layer is not None
+        p = probabilities.detach()[:ENTROPY_SAMPLES]
+        p = p[:, :, _query_index(p.shape[2], p.device)].float()
+        finite = logits.detach()[:ENTROPY_SAMPLES].float()
+        self._captured.attention[self.layer] = Attention(
+            _entropy(p), finite.amax(dim=(0, 2, 3)) if finite.ndim == 4 else None
+        )
+
+
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+
+
+def _query_index(n_queries: int, device: torch.device) -> Tensor:
+    n = min(n_queries, ENTROPY_QUERIES)
+    return torch.arange(n, device=device) * n_queries // n
+
+
+def _entropy(p: Tensor) -> Tensor:
+    """Entropy in nats of attention rows [B, H, Q, K], mean over samples and queries: [H]."""
+    return torch.special.entr(p).sum(dim=-1).mean(dim=(0, 2))
+
+
+def attention_of(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Attention:
+    """Entropy and largest logit per head, recomputed from q [B, H, T, d] and k [B, G, T, d].
+
+    Fused kernels never show their probabilities; a few samples and queries are enough. With
+    grouped queries (G < H) each key head serves H / G query heads.
+    """
+    n_queries, n_keys = query.shape[-2], key.shape[-2]
+    index = _query_index(n_queries, query.device)
+    q = query[:ENTROPY_SAMPLES].index_select(2, index).float()
+    k = key[:ENTROPY_SAMPLES].float()
+    if k.shape[1] != q.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q @ k.transpose(-2, -1) * (scale or 1.0 / math.sqrt(q.shape[-1]))
+    if is_causal:
+        hidden = torch.arange(n_keys, device=q.device) > index[:, None]
+        logits = logits.masked_fill(hidden, -math.inf)
+    if attn_mask is not None:
+        mask = (
+            attn_mask.expand(query.shape[0], 1, n_queries, n_keys)
+            if attn_mask.ndim < 4
+            else attn_mask
+        )
+        mask = mask[:ENTROPY_SAMPLES].index_select(2, index)
+        logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+    return Attention(_entropy(logits.softmax(dim=-1)), logits.amax(dim=(0, 2, 3)))

@@ -1,0 +1,431 @@
+"""``GradeMonitor``: signals and grades beside training, from a forward now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from auditor.measure.grading import Grade, Grader
+from auditor.measure.spectrum import VARIANTS, rank_ratio
+from auditor.record.capture import Captured, capturing
+from auditor.record.recorder import Recorder, recorder_for
+from auditor.record.sites import Site, eager, find_blocks
+
+log = logging.getLogger("auditor")
+
+SCALARS_STEPS: Final = 50
+"""Losses, norms and learning rates are copied from the device together, this often."""
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    step: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    lr: float | None
+
+
+class GradeMonitor:
+    """Grade a model while it trains.
+
+    Example:
+        monitor = GradeMonitor(model, run="run/", every=200, probe=held_out_batch)
+        for batch in loader:
+            loss = model(batch).loss
+            loss.backward()
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            monitor.step(loss, optimizer=optimizer, grad_norm=grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        model: the model, wrapped or not; its transformer blocks are found by structure.
+        run: the run directory, shared with the ``AuditedSampler`` on the same path.
+        probe: a held-out batch, or a callable that returns one, measured on sampled steps in
+            evaluation mode without gradients. Without it the run is live-only.
+        probe_loss: ``probe_loss(model, probe)`` runs the model on the probe and returns its loss.
+            By default the model is called on the probe (``**`` of a mapping, ``*`` of a tuple) and
+            the loss is the output's ``loss`` where it has one.
+        every: steps between samples. Signals and grades exist on sampled steps, losses and
+            learning rates on all.
+
+    ``grade`` is the latest grade, computed on the recorder's thread a moment after its step;
+    ``grades`` all of this process.
+
+    Raises:
+        ValueError: ``every`` is not positive, or the model has no transformer blocks.
+        RunClaimedError: another live process records this run and rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        run: str | PathLike[str],
+        probe: Any = None,
+        probe_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        every: int = 200,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, got {every!r}")
+        self._model = eager(model)
+        self.sites = find_blocks(self._model)
+        if not self.sites:
+            raise ValueError(
+                f"no transformer blocks found in {type(self._model).__name__}: "
+                "expected a ModuleList of equal blocks"
+            )
+        self._recorder: Recorder = recorder_for(run)
+        self._probe = probe
+        self._probe_loss = probe_loss
+        self._every = every
+        self._grader = Grader()
+        self._live: Captured | None = None
+        self._armed: list[Any] = []
+        self._scalars: list[_Scalars] = []
+        self.grades: list[Grade] = []
+        self._recorder.attempt.note(
+            monitor={
+                "every": every,
+                "probe": probe is not None,
+                "blocks": [site.path for site in self.sites],
+                "torch": torch.__version__,
+            }
+        )
+        self._arm()
+
+    @property
+    def grade(self) -> Grade | None:
+        """The latest grade, None before the first."""
+        return self.grades[-1] if self.grades else None
+
+    def step(
+        self,
+        loss: Tensor | float,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        step: int | None = None,
+        grad_norm: Tensor | float | None = None,
+        sample_loss: Tensor | None = None,
+    ) -> None:
+        """Close a training step: call once per optimizer update, after backward.
+
+        The place is between ``backward`` and ``optimizer.step()``, or right after the latter; with
+        ``optimizer`` given, the optimizer's own step decides whether the update happened.
+
+        Args:
+            loss: the step's loss, a scalar; not synchronised.
+            optimizer: gives the learning rate, and tells trained steps from discarded ones.
+            step: the loop's own step number; by default steps are counted from 0.
+            grad_norm: the norm before clipping, as ``clip_grad_norm_`` returns it. Without it the
+                norm is taken on sampled steps only.
+            sample_loss: per-sample losses, [samples since the last step], kept with the exposures.
+        """
+        try:
+            self._step(loss, optimizer, step, grad_norm, sample_loss)
+        except Exception as error:
+            self._recorder.failed("GradeMonitor.step", error)
+
+    def close(self) -> None:
+        """Write what is waiting and give the run directory back; also done when Python exits."""
+        try:
+            self._disarm()
+            self._send_scalars()
+        except Exception as error:
+            self._recorder.failed("GradeMonitor.close", error)
+        self._recorder.close()
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Wait until everything so far is on disk and graded; False when it took too long."""
+        self._send_scalars()
+        return self._recorder.drain(timeout_s)
+
+    def _step(
+        self,
+        loss: Tensor | float,
+        optimizer: torch.optim.Optimizer | None,
+        step: int | None,
+        grad_norm: Tensor | float | None,
+        sample_loss: Tensor | None,
+    ) -> None:
+        pending = self._recorder.pending
+        step = self._recorder.step_of_backward(step, optimizer)
+        if sample_loss is not None:
+            batches = pending or self._recorder.last_batches
+            losses = sample_loss.detach().float().cpu().numpy()
+            write = functools.partial(self._recorder.write_losses, batches, losses)
+            self._recorder.submit(write, what="losses")
+        sampled = step % self._every == 0
+        if sampled:
+            self._sample(step)
+            if grad_norm is None:
+                grad_norm = _gradient_norm(self._model)
+        self._scalars.append(
+            _Scalars(
+                step,
+                torch.as_tensor(loss).detach().clone(),
+                None if grad_norm is None else torch.as_tensor(grad_norm).detach().clone(),
+                float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None,
+            )
+        )
+        if sampled or len(self._scalars) >= SCALARS_STEPS:
+            self._send_scalars()
+        if (step + 1) % self._every == 0:
+            self._arm()
+
+    def _sample(self, step: int) -> None:
+        live, self._live = self._live, None
+        self._disarm()
+        probe, probe_loss = self._run_probe() if self._probe is not None else (None, None)
+        work = functools.partial(
+            self._analyse,
+            step,
+            None if live is None else _fetched(live),
+            None if probe is None else _fetched(probe),
+            probe_loss,
+        )
+        self._recorder.submit(work, what="samples")
+
+    # -- the live forward ------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Capture the next training forward of the model, then take the hooks off."""
+        self._disarm()
+        stack = contextlib.ExitStack()
+
+        def before(module: nn.Module, args: Any) -> None:
+            if not module.training or not torch.is_grad_enabled():
+                return  # a side call in evaluation mode is not the training batch
+            try:
+                self._live = stack.enter_context(capturing(self.sites, self._recorder.failed))
+            except Exception as error:
+                self._recorder.failed("capture", error)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._live is not None:
+                stack.close()
+                self._disarm()
+
+        self._armed = [
+            self._model.register_forward_pre_hook(before),
+            self._model.register_forward_hook(after, always_call=True),
+            _Closing(stack),
+        ]
+
+    def _disarm(self) -> None:
+        handles, self._armed = self._armed, []
+        for handle in handles:
+            handle.remove()
+
+    # -- the probe -------------------------------------------------------------------------
+
+    def _run_probe(self) -> tuple[Captured | None, Tensor | None]:
+        try:
+            batch = self._probe() if callable(self._probe) else self._probe
+            with (
+                _evaluating(self._model),
+                torch.no_grad(),
+                capturing(self.sites, self._recorder.failed) as captured,
+            ):
+                if self._probe_loss is not None:
+                    loss = self._probe_loss(self._model, batch)
+                else:
+                    loss = getattr(_call(self._model, batch), "loss", None)
+            return captured, None if loss is None else torch.as_tensor(loss).detach()
+        except Exception as error:
+            self._recorder.failed("the probe", error)
+            return None, None
+
+    # -- the recorder's thread -------------------------------------------------------------
+
+    def _analyse(
+        self,
+        step: int,
+        live: Mapping[str, Any] | None,
+        probe: Mapping[str, Any] | None,
+        probe_loss: Tensor | None,
+    ) -> None:
+        rows: list[dict[str, Any]] = []
+        for kind, captured in (("live", live), ("probe", probe)):
+            if captured is not None:
+                rows += self._signals(kind, captured)
+        if probe_loss is not None:
+            rows.append({"kind": "probe", "signal": "probe_loss", "value": float(probe_loss)})
+        graded = "probe" if probe is not None else "live"
+        grade = self._grader.update(
+            step, _ratios(rows, graded, "raw"), _ratios(rows, graded, "column")
+        )
+        rows.append(
+            {
+                "kind": graded,
+                "signal": "grade",
+                "layer": grade.layer,
+                "value": np.nan if grade.grade is None else grade.grade,
+            }
+        )
+        self.grades.append(grade)
+        self._recorder.append_signals(step, rows)
+        if grade.alert in {"danger", "watch, falling"}:
+            log.warning(
+                "auditor: step %d: grade S%s, ratio %.2f in block %s: %s",
+                step,
+                grade.grade,
+                grade.ratio,
+                grade.layer,
+                grade.alert,
+            )
+
+    def _signals(self, kind: str, captured: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        paths = {site.layer: site.path for site in self.sites}
+
+        def row(signal: str, layer: int, value: float, **more: Any) -> dict[str, Any]:
+            site = paths.get(layer, "embedding")
+            return {
+                "kind": kind,
+                "site": site,
+                "layer": layer,
+                "signal": signal,
+                "value": value,
+                **more,
+            }
+
+        for layer, matrix in captured["positions"].items():
+            if layer < 0:
+                continue
+            for variant in VARIANTS:
+                value = rank_ratio(matrix, variant)
+                yield row("token_rank", layer, value, variant=variant, n_rows=len(matrix))
+        for signal, matrices in (
+            ("sample_rank", captured["samples"]),
+            ("value_rank", captured["values"]),
+        ):
+            for layer, matrix in matrices.items():
+                value = rank_ratio(matrix, "centred")
+                yield row(signal, layer, value, variant="centred", n_rows=len(matrix))
+        for layer, (entropy, max_logit) in captured["attention"].items():
+            yield row("entropy_mean", layer, float(entropy.mean()))
+            yield row("entropy_min", layer, float(entropy.min()), head=int(entropy.argmin()))
+            if max_logit is not None:
+                yield row("max_logit", layer, float(max_logit.max()), head=int(max_logit.argmax()))
+
+    # -- per-step scalars ------------------------------------------------------------------
+
+    def _send_scalars(self) -> None:
+        scalars, self._scalars = self._scalars, []
+        if not scalars:
+            return
+        loss = _to_host(torch.stack([one.loss.float().reshape(()) for one in scalars]))
+        norms = [one.grad_norm for one in scalars if one.grad_norm is not None]
+        norm = _to_host(torch.stack([n.float().reshape(()) for n in norms])) if norms else None
+
+        def write() -> None:
+            columns = {
+                "step": np.asarray([one.step for one in scalars], np.int64),
+                "loss": loss().astype(np.float64),
+                "lr": np.asarray([np.nan if s.lr is None else s.lr for s in scalars]),
+            }
+            grad_norm = np.full(len(scalars), np.nan)
+            if norm is not None:
+                grad_norm[[one.grad_norm is not None for one in scalars]] = norm()
+            self._recorder.append_scalars({**columns, "grad_norm": grad_norm})
+
+        self._recorder.submit(write, what="scalars")
+
+
+class _Closing:
+    """An exit stack that is removed like a hook handle."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def remove(self) -> None:
+        self._stack.close()
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and random state and training flags afterwards as they were."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def _gradient_norm(model: nn.Module) -> Tensor | None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+
+def _to_host(tensor: Tensor) -> Callable[[], np.ndarray]:
+    """Start copying to the host; the result waits for the copy, on the recorder's thread."""
+    if tensor.device.type != "cuda":
+        host = tensor.cpu()
+        return host.numpy
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> np.ndarray:
+        done.synchronize()
+        return pinned.numpy()
+
+    return wait
+
+
+class _Deferred(dict[int, Any]):
+    """Arrays by layer, each fetched from the device when it is read."""
+
+    def items(self) -> Any:
+        return [(layer, fetch()) for layer, fetch in super().items()]
+
+
+def _fetched(captured: Captured) -> dict[str, Any]:
+    """The captured tensors on their way to the host, in numpy when read."""
+
+    def fetch_all(tensors: Mapping[int, Tensor]) -> _Deferred:
+        return _Deferred({layer: _to_host(tensor) for layer, tensor in tensors.items()})
+
+    def fetch_attention(one: Any) -> Callable[[], tuple[np.ndarray, np.ndarray | None]]:
+        entropy = _to_host(one.entropy)
+        max_logit = None if one.max_logit is None else _to_host(one.max_logit)
+        return lambda: (entropy(), None if max_logit is None else max_logit())
+
+    return {
+        "positions": fetch_all(captured.positions),
+        "samples": fetch_all(captured.samples),
+        "values": fetch_all(captured.values),
+        "attention": _Deferred(
+            {layer: fetch_attention(one) for layer, one in captured.attention.items()}
+        ),
+    }
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:
+    return {
+        row["layer"]: row["value"]
+        for row in rows
+        if row["kind"] == kind and row["signal"] == "token_rank" and row.get("variant") == variant
+    }

@@ -1,0 +1,165 @@
+"""Every table and file format that the product writes: columns, types, meaning, versions.
+
+Column types are named as polars names them in lower case (``i32``, ``i64``, ``f32``, ``f64``,
+``str``, ``bool``); a reader casts to them, so that an empty table has the same columns as a full
+one. Nothing here imports more than the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+RUN_VERSION: Final = 1
+"""Version of the run directory's layout, in ``run.json``."""
+
+MANIFEST_VERSION: Final = 1
+"""Version of ``manifest.json`` and ``rows.parquet``."""
+
+REPORT_VERSION: Final = 1
+"""Version of the JSON that ``auditor report --json`` prints."""
+
+STATES: Final = ("trained", "discarded", "skipped", "delivered", "drawn")
+"""What became of an exposure.
+
+``trained``: its gradients were in an optimizer update. ``discarded``: backward ran, no update
+followed (a skipped AMP step). ``skipped``: left out on request. ``delivered``: the loop received
+it, no step closed over it. ``drawn``: a sampler drew it, nothing else is known.
+"""
+
+SAMPLES: Final[Mapping[str, str]] = {
+    "key": "i64",  # the identity that travels in a batch: dataset index, or 63-bit hash of an id
+    "sample_id": "str",  # the dataset's own id where it has one, else the index
+    "source": "str",  # corpus
+    "shard": "str",  # data file, null where unknown
+    "row": "i64",  # position in the shard, null where unknown
+    "n_tokens": "i64",  # tokens of token samples, characters of text samples; padding apart
+    "preview": "str",  # the first characters of the content
+}
+
+EXPOSURES: Final[Mapping[str, str]] = {
+    "attempt": "i32",  # process life of the run, from 0
+    "rank": "i32",
+    "step": "i64",  # optimizer update, from 0; null unless trained or discarded
+    "batch": "i64",  # ordinal of the loader's batch in this attempt and rank
+    "position": "i32",  # row in the batch
+    "part": "i32",  # document inside a packed row, 0 where rows are not packed
+    "key": "i64",  # into SAMPLES
+    "state": "str",  # one of STATES
+    "dup_batch": "f32",  # highest estimated Jaccard to an earlier row of the batch, null: unscored
+    "dup_window": "f32",  # the same, to any row of the batches in the recent window
+    "dup_run": "i32",  # earlier exposures of the same content in this attempt (bounded memory)
+    "dup_of": "i64",  # key of the row that gave the higher of dup_batch and dup_window
+    "repetition": "f32",  # share of the sample covered by repeated n-grams
+    "loss": "f32",  # per-sample loss where the loop recorded it
+}
+
+EXPOSURES_JOINED: Final[Mapping[str, str]] = {
+    **{name: kind for name, kind in EXPOSURES.items() if name != "loss"},
+    "duplication": "f32",  # the higher of dup_batch and dup_window
+    "loss": "f32",
+    **{name: kind for name, kind in SAMPLES.items() if name not in {"key", "preview"}},
+}
+"""What ``Run.scan("exposures")`` gives: exposures with the identity of their samples."""
+
+SIGNALS: Final[Mapping[str, str]] = {
+    "attempt": "i32",
+    "rank": "i32",
+    "step": "i64",
+    "kind": "str",  # live: on the training batch; probe: on the held-out batch; step: per update
+    "site": "str",  # module path of the measured activation, empty for step signals
+    "layer": "i32",  # block number from 0; -1 is the embedding; null where there is none
+    "head": "i32",  # null: over all heads
+    "segment": "str",  # part of the sequence, null: all of it
+    "variant": "str",  # raw or centred for ranks; null where there is one form only
+    "signal": "str",  # see SIGNAL_NAMES
+    "value": "f64",  # null where undefined (a zero matrix has no rank ratio)
+    "n_rows": "i32",  # rows the rank was computed from; different n_rows are never compared
+}
+
+SIGNAL_NAMES: Final[Mapping[str, str]] = {
+    "token_rank": "rank ratio of a block's output, rows are positions: representation",
+    "sample_rank": "rank ratio of one pooled row per sample; at the embedding: input diversity",
+    "value_rank": "rank ratio of the attention values, rows are positions",
+    "entropy_mean": "attention entropy in nats, mean over heads",
+    "entropy_min": "attention entropy in nats, lowest head",
+    "max_logit": "largest attention logit over heads, queries and keys",
+    "loss": "training loss of the step",
+    "probe_loss": "loss on the held-out probe batch: rises when the model is harmed",
+    "grad_norm": "gradient norm before clipping",
+    "lr": "learning rate of the first parameter group",
+    "grade": "the live grade, 7 to 0",
+}
+
+GRADES: Final[Mapping[str, str]] = {
+    "attempt": "i32",
+    "step": "i64",
+    "kind": "str",  # probe where there is a probe, else live
+    "layer": "i32",  # the block that sets the grade
+    "ratio": "f64",  # the graded ratio, uncapped
+    "grade": "i32",  # 7 (healthy) to 0 (collapsed)
+    "alert": "str",  # warming, healthy, watch (stable or falling), danger, undefined
+}
+
+EVENTS: Final[Mapping[str, str]] = {
+    "event": "i32",  # number in order of onset
+    "episode": "i32",  # events that follow one another without recovery share one
+    "kind": "str",  # grade_drop, ratio_fall, input_fall, loss_spike, grad_spike, probe_loss_rise,
+    #                 non_finite
+    "signal": "str",
+    "measured": "str",  # live, probe or step
+    "layer": "i32",
+    "onset_low": "i64",  # last healthy sample
+    "onset_high": "i64",  # first bad sample: the onset lies in (onset_low, onset_high]
+    "trough_step": "i64",
+    "recovery_step": "i64",  # null: not recovered in the run
+    "before": "f64",
+    "after": "f64",  # at the trough
+    "grade_before": "i32",
+    "grade_after": "i32",
+}
+
+COMPOSITION: Final[Mapping[str, str]] = {
+    "attempt": "i32",
+    "step": "i64",
+    "source": "str",
+    "n_samples": "i64",
+    "n_scored": "i64",  # rows whose duplication was scored
+    "n_duplicate": "i64",  # rows with duplication at or above the threshold
+    "n_repetitive": "i64",  # rows flagged as repetitive
+    "n_tokens": "i64",
+    "repetition": "f64",  # mean over scored rows
+}
+"""Per step and source, over ranks: what reports and the join read instead of every row."""
+
+SUSPECTS: Final[Mapping[str, str]] = {
+    "event": "i32",
+    "level": "str",  # source, cluster, shard, sample
+    "name": "str",
+    "feature": "str",  # share, duplication, repetition
+    "exposure": "f64",  # mean share of the batch in the lookback
+    "control": "f64",  # the same in the control windows
+    "lift": "f64",  # exposure / control, with half a row added to each side
+    "low": "f64",  # interval of the lift
+    "high": "f64",
+    "z": "f64",  # robust z of the lookback against the control windows
+    "p": "f64",  # rank of the lookback among the control windows
+    "q": "f64",  # Benjamini-Hochberg over everything tested for the event
+    "lag": "i64",  # steps from the strongest 10-step stretch to the onset
+    "verdict": "str",  # blamed, coincident, ranked
+}
+
+ROWS: Final[Mapping[str, str]] = {
+    "shard": "str",  # relative to the inputs' common folder
+    "row": "i64",  # 0-based
+    "sample_id": "str",
+    "source": "str",
+    "decision": "str",  # kept, dropped
+    "reason": "str",  # exact, near, repetition, exposure, implicated, unreadable; null when kept
+    "cluster": "i64",  # null where the row has no duplicate
+    "keeper_shard": "str",
+    "keeper_row": "i64",
+    "jaccard": "f32",  # exact Jaccard to the keeper
+    "weight": "f32",  # 1 kept, 0 dropped
+}
+"""Columns of a manifest's ``rows.parquet``, one row per input row, in input order."""
