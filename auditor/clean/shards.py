@@ -1,0 +1,180 @@
+"""Shards: which files are meant, what their rows are, and how a cleaned copy is written.
+
+JSON Lines (plain, gzip, zstd) and Parquet. Inputs are only ever read.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.clean.files import atomic
+from auditor.clean.jsonl import copy_jsonl, count_jsonl, read_jsonl
+from auditor.clean.parquet import copy_parquet, count_parquet, read_parquet
+from auditor.clean.row import Row
+from auditor.errors import ShardError
+
+FORMATS = "JSON Lines (.jsonl, .ndjson, .json; plain, .gz or .zst) and Parquet (.parquet)"
+
+_JSONL = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
+_PARQUET = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
+# In a folder, a bare .json is rather a description of the data than data.
+_FOUND_IN_FOLDERS = re.compile(r"\.((jsonl|ndjson)(\.gz|\.zst|\.zstd)?|parquet|pq)$", re.IGNORECASE)
+# Data all the same, which must not be passed over in silence.
+_OTHER_DATA = re.compile(r"\.(arrow|bin|idx|mds(\.zstd)?|tar|csv|tsv|txt|npy|feather|orc)$", re.I)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One data file; ``name`` is its path relative to the inputs' common folder, with slashes."""
+
+    path: Path
+    name: str
+
+    @property
+    def stem(self) -> str:
+        """The file's name without extensions: the source of rows that name none."""
+        return Path(_PARQUET.sub("", _JSONL.sub("", self.name))).name
+
+    @property
+    def format(self) -> Literal["jsonl", "parquet"]:
+        return "parquet" if _PARQUET.search(self.name) else "jsonl"
+
+    def rows(self, *, content: str | None = None, skip_unreadable: bool = False) -> Iterator[Row]:
+        """Stream the rows in file order; raises ``ShardError`` for what cannot be read."""
+        if self.format == "parquet":
+            return read_parquet(self.path, content=content)
+        return read_jsonl(self.path, content=content, skip_unreadable=skip_unreadable)
+
+    def copy(self, out: Path, keep: NDArray[np.bool_]) -> None:
+        """Write the kept rows (bool [n_rows]) to ``out``, which appears whole or not at all."""
+        if keep.all():
+            # Nothing to remove: the child is the parent, byte for byte.
+            with self.path.open("rb") as source, atomic(out) as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+        elif self.format == "parquet":
+            copy_parquet(self.path, out, keep)
+        else:
+            copy_jsonl(self.path, out, keep)
+
+    def count(self) -> int:
+        """Number of rows, without parsing them."""
+        return count_parquet(self.path) if self.format == "parquet" else count_jsonl(self.path)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The shards in natural order, their common folder, and data files that were passed over."""
+
+    folder: Path
+    shards: tuple[Shard, ...]
+    ignored: tuple[Path, ...]
+
+
+def find_shards(inputs: Sequence[str | Path]) -> Inputs:
+    """Expand files, folders and globs; the same inputs always give the same shards in order.
+
+    Raises ``ShardError`` for a path that does not exist, a format that is not read, and where no
+    shard is found at all.
+    """
+    folders: list[Path] = []
+    files: dict[Path, None] = {}
+    ignored: dict[Path, None] = {}
+    for given in inputs:
+        for path in _expand(given):
+            if path.is_dir():
+                folders.append(path)
+                found, other = _walk(path)
+                files.update(dict.fromkeys(found))
+                ignored.update(dict.fromkeys(other))
+            else:
+                if not (_JSONL.search(path.name) or _PARQUET.search(path.name)):
+                    raise ShardError(
+                        "this format is not read today",
+                        path=path,
+                        remedy=f"Formats read: {FORMATS}. Convert the file to one of them",
+                    )
+                folders.append(path.parent)
+                files[path] = None
+    if not files:
+        raise ShardError(
+            f"no shard found{f'; data of other formats: {len(ignored)} files' if ignored else ''}",
+            path=", ".join(map(str, inputs)) or None,
+            remedy=f"Formats read: {FORMATS}",
+        )
+    folder = Path(os.path.commonpath(folders))
+    shards = [Shard(path, path.relative_to(folder).as_posix()) for path in files]
+    shards.sort(key=lambda shard: _natural(shard.name))
+    return Inputs(folder, tuple(shards), tuple(sorted(ignored)))
+
+
+def prepare_out(out: Path, inputs: Inputs) -> None:
+    """Refuse an output folder that is in use or that holds or is held by an input.
+
+    A folder that an interrupted run left behind (``MARKER`` in it, no manifest) is taken over: its
+    files are complete or absent, and are written again.
+    """
+    target = out.resolve()
+    for shard in inputs.shards:
+        parent = shard.path.resolve()
+        if parent.is_relative_to(target) or (target / "data" / shard.name) == parent:
+            raise ShardError(
+                f"the output folder contains the input {shard.path}",
+                path=out,
+                remedy="Choose an --out outside of the inputs",
+            )
+    if target == inputs.folder.resolve():
+        raise ShardError(
+            "the output folder is the inputs' folder", path=out, remedy="Choose another --out"
+        )
+    if out.exists() and not out.is_dir():
+        raise ShardError("the output is a file", path=out, remedy="Choose another --out")
+    if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
+        raise ShardError(
+            "the output folder is not empty",
+            path=out,
+            remedy="Choose another --out, or remove the folder",
+        )
+
+
+MARKER = ".incomplete"
+"""File in an output folder while it is being written."""
+
+
+def _expand(given: str | Path) -> list[Path]:
+    path = Path(given)
+    if path.exists():
+        return [path.resolve()]
+    # Path.glob takes no absolute patterns.
+    found = glob.glob(str(given), recursive=True)  # noqa: PTH207
+    if not found:
+        raise ShardError("no such file or folder", path=given, remedy="Check the path")
+    return sorted((Path(name).resolve() for name in found), key=lambda p: _natural(str(p)))
+
+
+def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
+    found, other = [], []
+    for path in sorted(folder.rglob("*"), key=lambda p: _natural(str(p))):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if path.is_file():
+            if _FOUND_IN_FOLDERS.search(path.name):
+                found.append(path)
+            elif _OTHER_DATA.search(path.name):
+                other.append(path)
+    return found, other
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts shard 2 before shard 10."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(p), p) if p.isdecimal() else (0, 0, p) for p in parts]
