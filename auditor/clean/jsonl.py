@@ -162,7 +162,7 @@ def _compressed(file: BinaryIO, compression: Compression) -> Iterator[Any]:
         with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as sink:
             yield sink
     elif compression == "zstd":
-        compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        compressor = zstandard.ZstdCompressor(level=9, write_checksum=True)
         with compressor.stream_writer(file, closefd=False) as stream:
             yield stream
     else:

@@ -73,10 +73,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The shards in natural order, their common folder, and data files that were passed over."""
+    """The shards in natural order, the folders given, and data files in them not read."""
 
-    folder: Path
     shards: tuple[Shard, ...]
+    folders: tuple[Path, ...]
     ignored: tuple[Path, ...]
 
 
@@ -87,6 +87,7 @@ def find_shards(inputs: Sequence[str | Path]) -> Inputs:
     shard is found at all.
     """
     folders: list[Path] = []
+    parents: list[Path] = []
     files: dict[Path, None] = {}
     ignored: dict[Path, None] = {}
     for given in inputs:
@@ -103,7 +104,7 @@ def find_shards(inputs: Sequence[str | Path]) -> Inputs:
                         path=path,
                         remedy=f"Formats read: {FORMATS}. Convert the file to one of them",
                     )
-                folders.append(path.parent)
+                parents.append(path.parent)
                 files[path] = None
     if not files:
         raise ShardError(
@@ -111,31 +112,36 @@ def find_shards(inputs: Sequence[str | Path]) -> Inputs:
             path=", ".join(map(str, inputs)) or None,
             remedy=f"Formats read: {FORMATS}",
         )
-    folder = Path(os.path.commonpath(folders))
-    shards = [Shard(path, path.relative_to(folder).as_posix()) for path in files]
+    common = os.path.commonpath([*folders, *parents])
+    shards = [Shard(path, path.relative_to(common).as_posix()) for path in files]
     shards.sort(key=lambda shard: _natural(shard.name))
-    return Inputs(folder, tuple(shards), tuple(sorted(ignored)))
+    return Inputs(tuple(shards), tuple(folders), tuple(sorted(ignored)))
 
 
-def prepare_out(out: Path, inputs: Inputs) -> None:
-    """Refuse an output folder that is in use or that holds or is held by an input.
+MARKER = ".incomplete"
+"""File in an output folder while it is being written."""
 
-    A folder that an interrupted run left behind (``MARKER`` in it, no manifest) is taken over: its
-    files are complete or absent, and are written again.
+
+def check_out(out: Path, inputs: Inputs) -> None:
+    """Refuse an output folder that is in use, or that holds or lies within an input.
+
+    A folder that an interrupted call left behind (``MARKER`` is in it) may be used again.
     """
     target = out.resolve()
     for shard in inputs.shards:
-        parent = shard.path.resolve()
-        if parent.is_relative_to(target) or (target / "data" / shard.name) == parent:
+        if shard.path.is_relative_to(target):
             raise ShardError(
                 f"the output folder contains the input {shard.path}",
                 path=out,
                 remedy="Choose an --out outside of the inputs",
             )
-    if target == inputs.folder.resolve():
-        raise ShardError(
-            "the output folder is the inputs' folder", path=out, remedy="Choose another --out"
-        )
+    for folder in inputs.folders:
+        if target.is_relative_to(folder):
+            raise ShardError(
+                f"the output folder lies within the input {folder}",
+                path=out,
+                remedy="Choose an --out outside of the inputs",
+            )
     if out.exists() and not out.is_dir():
         raise ShardError("the output is a file", path=out, remedy="Choose another --out")
     if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
@@ -146,8 +152,14 @@ def prepare_out(out: Path, inputs: Inputs) -> None:
         )
 
 
-MARKER = ".incomplete"
-"""File in an output folder while it is being written."""
+def begin_out(out: Path) -> None:
+    """Mark the output folder as incomplete, and clear what an interrupted call left in it."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / MARKER).exists():
+        (out / "manifest.json").unlink(missing_ok=True)
+        (out / "rows.parquet").unlink(missing_ok=True)
+        shutil.rmtree(out / "data", ignore_errors=True)
+    (out / MARKER).touch()
 
 
 def _expand(given: str | Path) -> list[Path]:

@@ -17,7 +17,9 @@ places before it, together with the first n; it holds ``length // n`` complete c
 
 Why 3: two copies in a row are ordinary language ("that that", "had had", a doubled space), three
 seldom are, and a sample of 64 to 128 elements cannot hold 32 copies of anything but a short
-n-gram, so the flag alone would be blind there.
+n-gram, so the flag alone would be blind there. Measured on corpora read as bytes in windows of 64:
+the mean share is .00 to .02 in prose and verse, .04 to .06 where lines are indented, .21 in source
+code (its indentation); read as words, .004 or less everywhere.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from auditor.measure.sketch import element_hashes_text
 
 MAX_PERIOD: Final = 13
 """Longest n-gram looked for, in elements (OLMo 2)."""
@@ -75,16 +79,16 @@ def flagged(repeats: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 
 def word_ids(text: str) -> NDArray[np.int64]:
-    """A text's whitespace-separated words as integers, i64 [n_words]; equal words, equal ids.
+    """Words of a text (``\\w+`` in lower case) as integers, i64 [n_words]; equal words alike."""
+    return element_hashes_text(text, "word5").view(np.int64)
 
-    Punctuation stays part of a word and alone is one, so a line of dashes or a table of dots
-    counts as what it is. Ids hold inside the one text only.
+
+def character_ids(text: str) -> NDArray[np.int64]:
+    """The code points of a text's words as integers, i64 [n_chars], for scripts without spaces.
+
+    Punctuation is left out, so that a ruled line or a table border is not taken for repetition.
     """
-    numbers: dict[str, int] = {}
-    words = re.findall(r"\S+", text.lower())
-    return np.fromiter(
-        (numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words)
-    )
+    return element_hashes_text("".join(re.findall(r"\w+", text)), "char5").view(np.int64)
 
 
 @njit(nogil=True, cache=True)

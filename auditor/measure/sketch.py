@@ -152,6 +152,16 @@ def shingle_hashes_tokens(ids: NDArray[Any], *, bits: Literal[32, 64] = 32) -> N
     return _narrow(out[:n], bits)
 
 
+def element_hashes_text(
+    text: str, shingle: Literal["word5", "char5"] = "word5"
+) -> NDArray[np.uint64]:
+    """Hashes of the words or code points that shingles are made of, in order, u64 [n_elements]."""
+    data, offsets = pack([_lowered(text)])
+    out = np.empty(len(data) + 1, np.uint64)
+    kernel = _words if _kind(shingle) == _WORD else _chars
+    return out[: kernel(data, offsets[0], offsets[1], _classes(), out)]
+
+
 def signatures_text(
     texts: Sequence[str],
     shingle: TextShingle = "word5",

@@ -11,6 +11,7 @@ from auditor.measure.repetition import (
     FLAG_REPEATS,
     MAX_PERIOD,
     MIN_COPIES,
+    character_ids,
     flagged,
     repetition,
     repetition_batch,
@@ -97,5 +98,13 @@ def test_repetition_refuses_a_matrix() -> None:
 
 
 def test_word_ids_repeat_with_the_words() -> None:
-    assert word_ids("The cat, the cat,\tTHE cat,").tolist() == [0, 1, 0, 1, 0, 1]
-    assert len(word_ids(" \n ")) == 0
+    the, cat, *rest = word_ids("The cat, the cat;\tTHE cat ...").tolist()
+    assert the != cat
+    assert rest == [the, cat, the, cat]
+    assert len(word_ids(" \n --- ")) == 0
+
+
+def test_character_ids_leave_punctuation_out() -> None:
+    assert len(character_ids("-" * 80)) == 0
+    share, repeats = repetition(character_ids("春眠,不觉曉。" * 40))
+    assert (share, repeats) == (1.0, 40)

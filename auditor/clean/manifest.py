@@ -1,0 +1,307 @@
+"""The manifest: which rows of which files were kept, which were dropped and why.
+
+DIR/manifest.json   parents and children with their SHA-256, parameters, counts, weights
+DIR/rows.parquet    one row per input row, columns of ``schema.ROWS``
+DIR/data/           the cleaned shards under their parents' relative names
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from auditor.clean.files import atomic, sha256
+from auditor.clean.mixes import MixSampler
+from auditor.clean.shards import Shard
+from auditor.errors import AuditorError, ManifestError, SchemaVersionError
+from auditor.schema import MANIFEST_VERSION, ROWS
+
+_KINDS: Final = {
+    "str": pl.String,
+    "i32": pl.Int32,
+    "i64": pl.Int64,
+    "f32": pl.Float32,
+    "f64": pl.Float64,
+    "bool": pl.Boolean,
+}
+ROWS_SCHEMA: Final = {name: _KINDS[kind] for name, kind in ROWS.items()}
+
+_REQUIRED: Final = ("manifest_version", "shards", "sources", "counts", "parameters", "rows_sha256")
+_REQUIRED_OF_SHARD: Final = (
+    "shard",
+    "parent",
+    "parent_sha256",
+    "child",
+    "child_sha256",
+    "rows_in",
+    "rows_out",
+    "bytes_in",
+    "bytes_out",
+)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A cleaned data set and its provenance.
+
+    ``document`` is the content of ``manifest.json``; ``directory`` is None for a rehearsal, which
+    has decisions but no files.
+    """
+
+    directory: Path | None
+    document: dict[str, Any]
+    _rows: pl.DataFrame | None = field(default=None, repr=False)
+
+    @cached_property
+    def rows(self) -> pl.DataFrame:
+        """One row per input row, columns of ``schema.ROWS``, in input order."""
+        if self._rows is not None:
+            return self._rows
+        return _read_rows(self._folder() / "rows.parquet")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows in, rows out, and rows per reason."""
+        return dict(self.document["counts"])
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight per source after cleaning, summing to one, within the repetition budget."""
+        return {name: entry["weight"] for name, entry in self.document["sources"].items()}
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The cleaned shards in manifest order."""
+        folder = self._folder()
+        return tuple(
+            Shard(folder / entry["child"], entry["shard"]) for entry in self.document["shards"]
+        )
+
+    @cached_property
+    def dataset(self) -> Any:
+        """``datasets.Dataset`` over the cleaned shards in manifest order, rows in shard order."""
+        import datasets
+
+        filled = [
+            shard
+            for shard, entry in zip(self.shards, self.document["shards"], strict=True)
+            if entry["rows_out"]
+        ]
+        if not filled:
+            raise ManifestError("no row was kept", path=self._folder())
+        parts = []
+        for kind, group in groupby(filled, key=lambda shard: shard.format):
+            paths = [str(shard.path) for shard in group]
+            read = (
+                datasets.Dataset.from_parquet if kind == "parquet" else datasets.Dataset.from_json
+            )
+            parts.append(read(paths))
+        whole = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        if len(whole) != self.counts["rows_out"]:
+            raise ManifestError(
+                f"datasets reads {len(whole)} rows, the manifest has {self.counts['rows_out']}",
+                path=self._folder(),
+                remedy="Run auditor verify on the folder",
+            )
+        return whole
+
+    def sampler(self, seed: int, n_samples: int) -> MixSampler:
+        """Indices into ``dataset`` drawn by ``weights``; for ``DataLoader(sampler=...)``."""
+        kept = self.rows.filter(pl.col("decision") == "kept")
+        return MixSampler(kept["source"].to_list(), self.weights, seed, n_samples)
+
+    def keep(self, shard: str) -> NDArray[np.bool_]:
+        """Which of a parent shard's rows were kept, bool [rows_in]."""
+        rows = self.rows.filter(pl.col("shard") == shard)
+        names = [entry["shard"] for entry in self.document["shards"]]
+        if shard not in names:
+            raise ManifestError(
+                f"no shard {shard!r}", path=self.directory, remedy=f"Shards: {', '.join(names[:9])}"
+            )
+        return rows.sort("row")["decision"].to_numpy() == "kept"
+
+    def _folder(self) -> Path:
+        if self.directory is None:
+            raise ManifestError("a dry run wrote no files", remedy="Run again without --dry-run")
+        return self.directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """What ``verify`` found. Parents that are gone are reported; they are no failure."""
+
+    n_shards: int
+    n_shards_hashed: int
+    n_rows: int
+    failures: tuple[str, ...]
+    missing_parents: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def write_manifest(directory: Path, document: dict[str, Any], rows: pl.DataFrame) -> Manifest:
+    """Write ``rows.parquet``, then ``manifest.json``: a folder with the latter is complete."""
+    rows = rows.select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
+    with atomic(directory / "rows.parquet") as file:
+        rows.write_parquet(file)
+    document = {**document, "rows_sha256": sha256(directory / "rows.parquet")}
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    with atomic(directory / "manifest.json") as file:
+        file.write(text.encode() + b"\n")
+    return Manifest(directory, document, rows)
+
+
+def load_manifest(path: str | Path) -> Manifest:
+    """Open a manifest, given its folder or its ``manifest.json``.
+
+    Raises ``ManifestError`` where it is missing, malformed or points outside of its folder, and
+    ``SchemaVersionError`` where a newer auditor wrote it.
+    """
+    path = Path(path)
+    file = path / "manifest.json" if path.is_dir() else path
+    try:
+        document = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ManifestError(
+            f"no manifest: {error.strerror}", path=file, remedy="Name the folder dedupe wrote"
+        ) from error
+    except ValueError as error:
+        raise ManifestError(f"not JSON: {error}", path=file) from error
+    _check_document(document, file)
+    return Manifest(file.parent, document)
+
+
+def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
+    """Check a cleaned folder against its manifest.
+
+    Children by SHA-256 and number of rows, ``rows.parquet`` by SHA-256 and for consistency (every
+    row once, kept and dropped add up, every keeper is kept), parents by SHA-256 where they are
+    still there.
+
+    Args:
+        directory: folder or ``manifest.json``.
+        sample: hash this many shards, evenly spread, instead of all; the rows are always checked.
+    """
+    manifest = load_manifest(directory)
+    entries = manifest.document["shards"]
+    failures: list[str] = []
+    missing: list[str] = []
+    picked = range(len(entries))
+    if sample is not None:
+        if sample < 1:
+            raise ValueError(f"sample must be positive, got {sample!r}")
+        spread = np.linspace(0, len(entries) - 1, min(sample, len(entries))).round().astype(int)
+        picked = sorted(set(spread.tolist()))  # type: ignore[assignment]
+    for i in picked:
+        _check_child(manifest.shards[i], entries[i], failures)
+        parent = Path(entries[i]["parent"])
+        if not parent.exists():
+            missing.append(str(parent))
+        elif sha256(parent) != entries[i]["parent_sha256"]:
+            failures.append(f"{parent}: the input has changed since it was cleaned")
+    _check_rows(manifest, failures)
+    return VerifyResult(
+        n_shards=len(entries),
+        n_shards_hashed=len(picked),
+        n_rows=manifest.counts["rows_in"],
+        failures=tuple(failures),
+        missing_parents=tuple(missing),
+    )
+
+
+def _check_document(document: Any, file: Path) -> None:
+    missing = [n for n in _REQUIRED if not isinstance(document, dict) or n not in document]
+    if missing:
+        raise ManifestError(f"not a manifest: no {', '.join(missing)}", path=file)
+    version = document["manifest_version"]
+    if not isinstance(version, int) or version > MANIFEST_VERSION:
+        raise SchemaVersionError(
+            "the manifest", path=file, found=version, expected=MANIFEST_VERSION
+        )
+    for i, entry in enumerate(document["shards"]):
+        missing = [n for n in _REQUIRED_OF_SHARD if n not in entry]
+        if missing:
+            raise ManifestError(f"shard {i} has no {', '.join(missing)}", path=file)
+        child = PurePosixPath(entry["child"])
+        target = (file.parent / child).resolve()
+        if (
+            child.is_absolute()
+            or ".." in child.parts
+            or not target.is_relative_to(file.parent.resolve())
+        ):
+            raise ManifestError(
+                f"shard {i} points outside of the manifest's folder: {entry['child']!r}",
+                path=file,
+                remedy="Do not use this manifest; it was not written by auditor",
+            )
+
+
+def _check_child(shard: Shard, entry: dict[str, Any], failures: list[str]) -> None:
+    try:
+        if sha256(shard.path) != entry["child_sha256"]:
+            failures.append(f"{shard.path}: SHA-256 differs from the manifest")
+        n_rows = shard.count()
+    except (AuditorError, OSError) as error:
+        failures.append(f"{shard.path}: {error}")
+        return
+    if n_rows != entry["rows_out"]:
+        failures.append(f"{shard.path}: {n_rows} rows, the manifest has {entry['rows_out']}")
+
+
+def _check_rows(manifest: Manifest, failures: list[str]) -> None:
+    path = manifest._folder() / "rows.parquet"
+    try:
+        if sha256(path) != manifest.document["rows_sha256"]:
+            failures.append(f"{path}: SHA-256 differs from the manifest")
+        rows = manifest.rows
+    except (AuditorError, OSError) as error:
+        failures.append(f"{path}: {error}")
+        return
+    kept = pl.col("decision") == "kept"
+    found = {
+        shard: (n, n_kept, n_rows, last)
+        for shard, n, n_kept, n_rows, last in rows.group_by("shard")
+        .agg(pl.len(), kept.sum().alias("kept"), pl.col("row").n_unique().alias("n"), pl.max("row"))
+        .iter_rows()
+    }
+    for entry in manifest.document["shards"]:
+        n, n_kept, n_rows, last = found.pop(entry["shard"], (0, 0, 0, -1))
+        if not (n == n_rows == entry["rows_in"] and last == n - 1):
+            failures.append(
+                f"{path}: {entry['shard']} has not each of {entry['rows_in']} rows once"
+            )
+        if n_kept != entry["rows_out"]:
+            failures.append(
+                f"{path}: {entry['shard']} keeps {n_kept}, not {entry['rows_out']} rows"
+            )
+    failures.extend(f"{path}: {shard} is not in the manifest" for shard in sorted(found))
+    known = pl.col("decision").is_in(["kept", "dropped"])
+    if bad := rows.filter(~known | (kept != pl.col("reason").is_null())).height:
+        failures.append(f"{path}: {bad} rows whose decision and reason disagree")
+    keepers = rows.filter(kept).select("shard", "row")
+    duplicates = rows.filter(pl.col("reason").is_in(["exact", "near"]))
+    orphans = duplicates.join(
+        keepers, left_on=["keeper_shard", "keeper_row"], right_on=["shard", "row"], how="anti"
+    ).height
+    if orphans:
+        failures.append(f"{path}: {orphans} duplicates were dropped for a keeper that is not kept")
+
+
+def _read_rows(path: Path) -> pl.DataFrame:
+    try:
+        rows = pl.read_parquet(path)
+        return rows.select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise ManifestError(
+            f"cannot be read: {error}", path=path, remedy="Clean the inputs again"
+        ) from error
