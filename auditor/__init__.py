@@ -34,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``import auditor`` loads neither torch nor polars."""
+    """Import a public name at its first use: ``import auditor`` loads neither torch nor polars."""
     if name not in _HOMES:
         raise AttributeError(f"module 'auditor' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -17,9 +17,10 @@ import json
 import os
 import platform
 import socket
+import threading
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class Attempt:
     rank: int
     number: int
     facts: dict[str, Any]
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def _path(self) -> Path:
@@ -99,8 +101,9 @@ class Attempt:
 
     def note(self, **facts: Any) -> None:
         """Add facts to the attempt's file."""
-        self.facts.update(facts)
-        write_json(self._path, self.facts)
+        with self._lock:  # the training thread and the recorder's both note
+            self.facts.update(facts)
+            write_json(self._path, self.facts)
 
     def heartbeat(self) -> None:
         write_json(_claim_path(self.run, self.rank), _claim())

@@ -37,6 +37,9 @@ FALL_STEPS: Final = 200
 QUICK_STEPS: Final = 100
 """Two grades lost within this many steps, ending below S5, is danger."""
 
+QUICK_FALL: Final = 0.10
+"""A ratio that lost this much within ``QUICK_STEPS`` is watched at any grade."""
+
 FALLING_MARGIN: Final = 0.02
 """A change of ratio smaller than this is not a fall."""
 
@@ -54,7 +57,8 @@ class Grade:
     """The grade of one sampled step.
 
     ``ratio`` is uncapped; ``grade`` and ``layer`` are None where every ratio was undefined.
-    ``alert`` is healthy, warming, watch (S4 or S3), danger, or undefined.
+    ``alert`` is warming, healthy, "watch, stable" or "watch, falling" (S4, S3, or falling at any
+    grade), danger, or undefined.
     """
 
     step: int
@@ -110,17 +114,18 @@ class Grader:
             return "undefined"
         if not warm:
             return "warming"
-        if grade >= 5:
-            return "healthy"
-        quick = [
-            past.grade
+        recent = [
+            past
             for past in self._history
             if past.grade is not None
             and past.step >= step - QUICK_STEPS
             and past.alert != "warming"
         ]
-        if grade <= 2 or (quick and max(quick) - grade >= 2):
+        quickly = bool(recent) and max(past.ratio for past in recent) - ratio >= QUICK_FALL
+        if grade >= 5:
+            return "watch, falling" if quickly else "healthy"
+        if grade <= 2 or (recent and max(past.grade or 0 for past in recent) - grade >= 2):
             return "danger"
         earlier = [past.ratio for past in self._history if past.step <= step - FALL_STEPS]
-        falling = bool(earlier) and earlier[-1] - ratio > FALLING_MARGIN
+        falling = quickly or (bool(earlier) and earlier[-1] - ratio > FALLING_MARGIN)
         return "watch, falling" if falling else "watch, stable"

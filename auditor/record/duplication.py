@@ -62,6 +62,13 @@ class DuplicationScorer:
         self._slot_row = np.full((N_BANDS, n_slots), -1, np.int64)
         self._next_row = 0
         self._contents = BoundedCounts()
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels now, before training, or load them from numba's cache on disk."""
+        for content in ("a", np.zeros(1, np.int64)):
+            self.score(-WINDOW_BATCHES - 1, np.zeros(1, np.int64), [content])
+        self._contents = BoundedCounts()
 
     def score(
         self, batch: int, keys: NDArray[np.int64], contents: Sequence[Any]

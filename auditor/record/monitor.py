@@ -18,7 +18,7 @@ from auditor.measure.grading import Grade, Grader
 from auditor.measure.spectrum import VARIANTS, rank_ratio
 from auditor.record.capture import Captured, capturing
 from auditor.record.recorder import Recorder, recorder_for
-from auditor.record.sites import Site, eager, find_blocks
+from auditor.record.sites import eager, find_blocks
 
 log = logging.getLogger("auditor")
 
@@ -237,7 +237,7 @@ class GradeMonitor:
                 capturing(self.sites, self._recorder.failed) as captured,
             ):
                 if self._probe_loss is not None:
-                    loss = self._probe_loss(self._model, batch)
+                    loss: Any = self._probe_loss(self._model, batch)
                 else:
                     loss = getattr(_call(self._model, batch), "loss", None)
             return captured, None if loss is None else torch.as_tensor(loss).detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -58,7 +58,7 @@ class AuditedSampler:
     ) -> None:
         if not isinstance(loader, Iterable):
             raise ValueError(f"loader must be iterable, got {type(loader).__name__}")
-        self._loader = loader
+        self._loader: Any = loader
         self._run = run
         self._locator = locator
         self._skip = frozenset(skip or ())
@@ -148,7 +148,7 @@ class AuditedSampler:
             recorder.failed("recording a draw", error)
 
 
-class _LazyRows:
+class _LazyRows(Sequence[Any]):
     """The rows of a collated batch, cut only when the recorder's thread describes them."""
 
     def __init__(self, batch: Any) -> None:
@@ -163,5 +163,5 @@ class _LazyRows:
     def __len__(self) -> int:
         return len(self._cut())
 
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: Any) -> Any:
         return self._cut()[position]

@@ -1,0 +1,1 @@
+"""From recorded facts to an explanation: grades, events, attribution, diagnosis. Polars only."""

@@ -1,0 +1,116 @@
+"""What an event most likely is: a table of symptoms, as rules over signals and suspects."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+
+from auditor.explain.explanation import Diagnosis
+
+LR_JUMP: Final = 2.0
+"""Learning rate at the onset over its median before, from which the jump is named."""
+
+LR_HISTORY_STEPS: Final = 50
+LR_LOOKBACK_STEPS: Final = 10
+
+
+def diagnose(
+    events: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame
+) -> dict[int, Diagnosis]:
+    """A diagnosis per event; events of one episode share what is found for the episode."""
+    diagnoses = {}
+    for (_,), episode in events.group_by("episode", maintain_order=True):
+        numbers = episode["event"].to_list()
+        blamed = suspects.filter(
+            pl.col("event").is_in(numbers)
+            & (pl.col("level") == "source")
+            & (pl.col("verdict") == "blamed")
+        )
+        found = _of_episode(episode, blamed, signals)
+        diagnoses.update(dict.fromkeys(numbers, found))
+    return diagnoses
+
+
+def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFrame) -> Diagnosis:
+    kinds = set(episode["kind"])
+    low = int(episode["onset_low"].min())  # type: ignore[arg-type]
+    high = int(episode["onset_high"].min())  # type: ignore[arg-type]
+    jump = _learning_rate_jump(signals, low, high)
+    if not blamed.is_empty():
+        # The earliest event of the episode speaks: later lookbacks hold the fault for longer.
+        first = blamed.filter(pl.col("event") == pl.col("event").min()).sort("z", descending=True)
+        return _data(first.row(0, named=True), jump)
+    if jump is not None:
+        return Diagnosis(
+            "optimizer",
+            f"the learning rate rose {jump:.1f} times at the onset, and no source, duplicate or "
+            "repetition stands out before it",
+            "Lower the peak or smooth the schedule; roll back to a checkpoint before the onset if "
+            "the grade has not recovered.",
+        )
+    if "non_finite" in kinds:
+        return Diagnosis(
+            "numerics",
+            "a loss or gradient norm was not finite",
+            "Roll back before the onset; check loss scaling and the range of the last residual.",
+        )
+    if "entropy_fall" in kinds:
+        return Diagnosis(
+            "attention",
+            "the entropy of all heads fell below half of its usual level",
+            "Check for missing QK normalisation and for the size of attention logits.",
+        )
+    if kinds <= {"grad_spike", "loss_spike"}:
+        return Diagnosis(
+            "dirty batch",
+            "loss or gradient norm jumped while the rank stayed normal",
+            "Look at the batches at the onset; if it recurs, clip to 1.0 or lower the peak.",
+        )
+    if kinds == {"input_fall"}:
+        return Diagnosis(
+            "undetermined",
+            "the input was poor for a while and the model did not follow",
+            "Look at the batches at the onset.",
+        )
+    return Diagnosis(
+        "undetermined",
+        "no data cause found, and no known symptom fits",
+        "Replay from a checkpoint before the onset with and without the batches before it.",
+    )
+
+
+def _data(row: dict[str, Any], jump: float | None) -> Diagnosis:
+    what = {
+        "duplication": "near-duplicates of recent samples",
+        "repetition": "text repeated inside samples",
+    }[row["feature"]]
+    reason = (
+        f"{row['exposure']:.0%} of the samples consumed were {what} from {row['name']}, against "
+        f"{row['control']:.1%} before, and the input went poor before the model did"
+    )
+    if jump is not None:
+        reason += f"; the learning rate also rose {jump:.1f} times, which may share the blame"
+    return Diagnosis(
+        "data",
+        reason,
+        "Stop if it is still running; deduplicate, roll back to a checkpoint before the onset and "
+        "train on the cleaned shards.",
+    )
+
+
+def _learning_rate_jump(signals: pl.DataFrame, low: int, high: int) -> float | None:
+    """How many times the learning rate rose around the onset, where it did."""
+    rates = signals.filter(pl.col("signal") == "lr").group_by("step").agg(pl.col("value").last())
+    before = rates.filter(
+        pl.col("step").is_between(
+            low - LR_LOOKBACK_STEPS - LR_HISTORY_STEPS, low - LR_LOOKBACK_STEPS
+        )
+    )["value"]
+    around = rates.filter(pl.col("step").is_between(low - LR_LOOKBACK_STEPS, high))["value"]
+    if before.is_empty() or around.is_empty():
+        return None
+    usual = float(np.median(before.to_numpy()))
+    jump = float(around.to_numpy().max()) / usual if usual > 0 else 1.0
+    return jump if jump >= LR_JUMP else None

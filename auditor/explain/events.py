@@ -1,0 +1,361 @@
+"""Events: where a signal left what had been normal for this run.
+
+Each rule reads one series of a signal over sampled steps and compares it with its own recent past,
+after the warm-up of :mod:`auditor.measure.grading`. An onset between two samples is an interval:
+(last healthy sample, first bad sample]. Events are cheap and meant to be: whether data caused one
+is for the attribution to say. Thresholds were chosen on small byte-level GPTs; `docs/events.md`
+tells which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from auditor import schema
+from auditor.explain.grades import graded_kind
+from auditor.measure.grading import WARMUP_SAMPLES, WARMUP_STEPS
+from auditor.run import polars_schema
+
+RATIO_FALL: Final = 0.10
+"""Fall of a token rank ratio below its best of the last ``BEST_STEPS``, in two samples running."""
+
+BEST_STEPS: Final = 100
+MIN_BEST_SAMPLES: Final = 10
+"""The best is looked for among at least this many samples, however sparse they are."""
+
+INPUT_FALL: Final = 0.10
+"""Fall of input diversity below its median; at least five robust deviations as well."""
+
+PROBE_LOSS_RISE: Final = 0.10
+"""Nats above the lowest of the last ``BEST_STEPS``, in two samples running."""
+
+ENTROPY_SHARE: Final = 0.5
+"""Attention entropy below this share of its median so far."""
+
+LOSS_DEVIATIONS: Final = 6.0
+GRAD_DEVIATIONS: Final = 10.0
+GRAD_FACTOR: Final = 5.0
+HISTORY_STEPS: Final = 100
+HISTORY_SAMPLES: Final = 40
+
+EPISODE_STEPS: Final = 100
+"""An event this soon after the last sign of the one before belongs to the same episode."""
+
+
+@dataclass(frozen=True)
+class _Series:
+    kind: str  # of events
+    signal: str
+    measured: str
+    layer: int | None
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """Samples of one series that a rule calls bad, and what was normal before each."""
+
+    series: _Series
+    bad: NDArray[np.bool_]
+    normal: NDArray[np.float64]
+    lower_is_worse: bool
+
+
+def events_of(signals: pl.DataFrame, grades: pl.DataFrame) -> pl.DataFrame:
+    """All events in order of onset: ``schema.EVENTS``."""
+    rows: list[dict[str, Any]] = []
+    for found in _judged(signals, grades):
+        rows += _events(found)
+    rows.sort(key=lambda row: (row["onset_high"], row["onset_low"], row["kind"]))
+    _number_episodes(rows)
+    frame = pl.DataFrame(
+        rows, schema={**polars_schema(schema.EVENTS), "last_bad": pl.Int64}, orient="row"
+    ).drop("last_bad")
+    return _with_grades(frame, grades)
+
+
+def _judged(signals: pl.DataFrame, grades: pl.DataFrame) -> Iterator[_Bad]:
+    kind = graded_kind(signals)
+    for variant in ("raw", "column"):
+        series = _lowest(signals, "ratio_fall", "token_rank", kind, variant)
+        if series is not None:
+            yield _below_best(series, RATIO_FALL)
+    series = _one(signals, "input_fall", "sample_rank", "live", layer=-1)
+    if series is not None:
+        yield _below_median(series)
+    series = _one(signals, "probe_loss_rise", "probe_loss", "probe")
+    if series is not None:
+        yield _above_best(series, PROBE_LOSS_RISE)
+    series = _mean(signals, "entropy_fall", "entropy_mean", kind)
+    if series is not None:
+        yield _below_share(series, ENTROPY_SHARE)
+    for event, signal in (("loss_spike", "loss"), ("grad_spike", "grad_norm")):
+        series = _one(signals, event, signal, "step")
+        if series is None:
+            continue
+        finite = np.isfinite(series.values)
+        if not finite.all():
+            yield _Bad(
+                _Series("non_finite", signal, "step", None, series.steps, series.values),
+                ~finite,
+                np.full(len(finite), np.nan),
+                lower_is_worse=False,
+            )
+        yield _spiking(series)
+    if len(grades):
+        yield _alarming(grades)
+
+
+# -- series out of the signals ---------------------------------------------------------------
+
+
+def _per_step(signals: pl.DataFrame, *, reduce: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Steps i64 [S] and values f64 [S]; the first rank speaks, a later attempt over an earlier."""
+    own = signals.filter(pl.col("rank") == pl.col("rank").min())
+    value = {"min": pl.col("value").min(), "mean": pl.col("value").mean()}[reduce]
+    per_step = (
+        own.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
+        .group_by("step")
+        .agg(value)
+        .sort("step")
+    )
+    values = per_step["value"].fill_null(np.nan).to_numpy()
+    return per_step["step"].to_numpy(), values.astype(np.float64)
+
+
+def _chosen(signals: pl.DataFrame, signal: str, kind: str) -> pl.DataFrame:
+    return signals.filter((pl.col("signal") == signal) & (pl.col("kind") == kind))
+
+
+def _lowest(
+    signals: pl.DataFrame, event: str, signal: str, kind: str, variant: str
+) -> _Series | None:
+    """The lowest block at each sampled step."""
+    own = _chosen(signals, signal, kind).filter(
+        (pl.col("variant") == variant) & pl.col("value").is_not_null()
+    )
+    if own.is_empty():
+        return None
+    return _Series(event, f"{signal} {variant}", kind, None, *_per_step(own, reduce="min"))
+
+
+def _one(
+    signals: pl.DataFrame, event: str, signal: str, kind: str, layer: int | None = None
+) -> _Series | None:
+    own = _chosen(signals, signal, kind)
+    if layer is not None:
+        own = own.filter(pl.col("layer") == layer)
+    if own.is_empty():
+        return None
+    return _Series(event, signal, kind, layer, *_per_step(own, reduce="mean"))
+
+
+def _mean(signals: pl.DataFrame, event: str, signal: str, kind: str) -> _Series | None:
+    own = _chosen(signals, signal, kind).filter(pl.col("value").is_not_null())
+    if own.is_empty():
+        return None
+    return _Series(event, signal, kind, None, *_per_step(own, reduce="mean"))
+
+
+# -- rules -----------------------------------------------------------------------------------
+
+
+def _warm(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return (np.arange(len(steps)) >= WARMUP_SAMPLES) & (steps - steps[0] >= WARMUP_STEPS)
+
+
+def _twice(bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Bad samples with a bad neighbour: one odd sample is not an event."""
+    before = np.concatenate([[False], bad[:-1]])
+    after = np.concatenate([bad[1:], [False]])
+    return bad & (before | after)
+
+
+def _median_of_three(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    padded = np.concatenate([values[:1], values[:1], values])
+    return np.median(np.stack([padded[:-2], padded[1:-1], padded[2:]]), axis=0)
+
+
+def _best(series: _Series, *, highest: bool) -> NDArray[np.float64]:
+    """Per sample, the best median of three in the stretch before it, warm samples only."""
+    smooth, warm = _median_of_three(series.values), _warm(series.steps)
+    best = np.full(len(smooth), np.nan)
+    for i in np.flatnonzero(warm):
+        start = np.searchsorted(series.steps, series.steps[i] - BEST_STEPS)
+        start = max(0, min(start, i - MIN_BEST_SAMPLES))
+        past = smooth[start:i][warm[start:i]]
+        past = past[np.isfinite(past)]
+        if len(past):
+            best[i] = past.max() if highest else past.min()
+    return best
+
+
+def _below_best(series: _Series, fall: float) -> _Bad:
+    best = _best(series, highest=True)
+    return _Bad(series, _twice(series.values <= best - fall), best, lower_is_worse=True)
+
+
+def _above_best(series: _Series, rise: float) -> _Bad:
+    best = _best(series, highest=False)
+    return _Bad(series, _twice(series.values >= best + rise), best, lower_is_worse=False)
+
+
+def _history(
+    series: _Series, n: int, excluded: NDArray[np.bool_], i: int
+) -> tuple[float, float] | None:
+    """Median and robust deviation of the last n good warm samples before i."""
+    good = np.flatnonzero(~excluded[:i] & _warm(series.steps)[:i] & np.isfinite(series.values[:i]))
+    if len(good) < MIN_BEST_SAMPLES:
+        return None
+    past = series.values[good[-n:]]
+    median = float(np.median(past))
+    return median, 1.4826 * float(np.median(np.abs(past - median)))
+
+
+def _below_median(series: _Series) -> _Bad:
+    """Below the median of good samples by a margin; a bad sample never enters its own baseline."""
+    bad = np.zeros(len(series.values), np.bool_)
+    normal = np.full(len(series.values), np.nan)
+    for i in range(len(series.values)):
+        history = _history(series, HISTORY_SAMPLES, bad, i)
+        if history is not None:
+            median, deviation = history
+            normal[i] = median
+            bad[i] = series.values[i] <= median - max(INPUT_FALL, 5.0 * deviation)
+    return _Bad(series, _twice(bad), normal, lower_is_worse=True)
+
+
+def _below_share(series: _Series, share: float) -> _Bad:
+    bad = np.zeros(len(series.values), np.bool_)
+    normal = np.full(len(series.values), np.nan)
+    for i in range(len(series.values)):
+        history = _history(series, len(series.values), bad, i)
+        if history is not None:
+            normal[i] = history[0]
+            bad[i] = series.values[i] < share * history[0]
+    return _Bad(series, _twice(bad), normal, lower_is_worse=True)
+
+
+def _spiking(series: _Series) -> _Bad:
+    is_loss = series.kind == "loss_spike"
+    bad = np.zeros(len(series.values), np.bool_)
+    normal = np.full(len(series.values), np.nan)
+    for i in range(len(series.values)):
+        history = _history(series, HISTORY_STEPS, bad, i)
+        if history is None or not np.isfinite(series.values[i]):
+            continue
+        median, deviation = history
+        normal[i] = median
+        deviations = (series.values[i] - median) / max(deviation, 1e-3 * abs(median), 1e-12)
+        if is_loss:
+            bad[i] = deviations >= LOSS_DEVIATIONS
+        else:
+            bad[i] = deviations >= GRAD_DEVIATIONS and series.values[i] >= GRAD_FACTOR * median
+    # A gradient spike is often a single step; a loss that jumps once is one hard batch.
+    return _Bad(series, _twice(bad) if is_loss else bad, normal, lower_is_worse=False)
+
+
+def _alarming(grades: pl.DataFrame) -> _Bad:
+    """Grades below S5 after the warm-up."""
+    own = grades.filter(pl.col("grade").is_not_null())
+    values = own["ratio"].to_numpy().astype(np.float64)
+    series = _Series(
+        "grade_drop", "grade", str(own["kind"][0]) if len(own) else "live", None,
+        own["step"].to_numpy(), values,
+    )  # fmt: skip
+    bad = own["alert"].is_in(["watch, stable", "watch, falling", "danger"]).to_numpy()
+    normal = _best(series, highest=True) if len(values) else values
+    return _Bad(series, _twice(bad), normal, lower_is_worse=True)
+
+
+# -- from bad samples to events --------------------------------------------------------------
+
+
+def _events(found: _Bad) -> Iterator[dict[str, Any]]:
+    """Group bad samples into events; one ends after half of ``EPISODE_STEPS`` of good ones."""
+    series = found.series
+    bad = np.flatnonzero(found.bad)
+    if not len(bad):
+        return
+    gap = max(2, int(np.searchsorted(series.steps, series.steps[0] + EPISODE_STEPS // 2)))
+    groups = np.split(bad, np.flatnonzero(np.diff(bad) > gap) + 1)
+    for group in groups:
+        first, last = int(group[0]), int(group[-1])
+        values = series.values[first : last + 1]
+        if np.isfinite(values).any():
+            worst = int(np.nanargmin(values) if found.lower_is_worse else np.nanargmax(values))
+        else:
+            worst = 0
+        trough = first + worst
+        before = found.normal[first]
+        onset = _onset(found, first, trough)
+        yield {
+            "event": 0,
+            "episode": 0,
+            "kind": series.kind,
+            "signal": series.signal,
+            "measured": series.measured,
+            "layer": series.layer,
+            "onset_low": int(series.steps[onset - 1]) if onset else int(series.steps[0]) - 1,
+            "onset_high": int(series.steps[onset]),
+            "trough_step": int(series.steps[trough]),
+            "recovery_step": int(series.steps[last + 1]) if last + 1 < len(series.steps) else None,
+            "before": float(before) if np.isfinite(before) else None,
+            "after": float(series.values[trough]) if np.isfinite(series.values[trough]) else None,
+            "last_bad": int(series.steps[last]),
+        }
+
+
+def _onset(found: _Bad, first: int, trough: int) -> int:
+    """The first sample of the way down: past a quarter of the fall, and staying there."""
+    before, after = found.normal[first], found.series.values[trough]
+    if not (np.isfinite(before) and np.isfinite(after)):
+        return first
+    line = before + 0.25 * (after - before)
+    values = found.series.values
+    onset = first
+    falling = after < before
+    while onset > 0 and (values[onset - 1] <= line if falling else values[onset - 1] >= line):
+        onset -= 1
+    return onset
+
+
+def _number_episodes(rows: list[dict[str, Any]]) -> None:
+    episode, last_sign = -1, None
+    for number, row in enumerate(rows):
+        if last_sign is None or row["onset_low"] > last_sign + EPISODE_STEPS:
+            episode += 1
+            last_sign = row["last_bad"]
+        last_sign = max(last_sign, row["last_bad"])
+        row["event"], row["episode"] = number, episode
+
+
+def _with_grades(events: pl.DataFrame, grades: pl.DataFrame) -> pl.DataFrame:
+    """Grades at the last healthy sample and the lowest between onset and trough."""
+    known = grades.filter(pl.col("grade").is_not_null())
+    steps, values = known["step"].to_numpy(), known["grade"].to_numpy()
+
+    def before(low: int) -> int | None:
+        i = int(np.searchsorted(steps, low, side="right")) - 1
+        return int(values[i]) if i >= 0 else None
+
+    def lowest(low: int, trough: int) -> int | None:
+        between = values[(steps > low) & (steps <= trough)]
+        return int(between.min()) if len(between) else before(trough)
+
+    lows, troughs = events["onset_low"].to_list(), events["trough_step"].to_list()
+    return events.with_columns(
+        pl.Series("grade_before", [before(low) for low in lows], dtype=pl.Int32),
+        pl.Series(
+            "grade_after",
+            [lowest(low, trough) for low, trough in zip(lows, troughs, strict=True)],
+            dtype=pl.Int32,
+        ),
+    )

@@ -1,0 +1,378 @@
+"""The read side of a run directory: facts as tables, whatever state the run is in.
+
+    run = Run.open("run/")
+    run.scan("exposures").filter(pl.col("step") > 9000).collect()
+
+Facts are read from the ledgers of every attempt and rank, of a running run too, and kept as
+Parquet under ``derived/`` until a ledger grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import polars as pl
+
+from auditor import schema
+from auditor.attempt import LEDGERS, read_run_json, write_json
+from auditor.errors import RunError
+from auditor.ledger import Frame, LedgerReader
+
+FACTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "exposures": schema.EXPOSURES,
+    "samples": schema.SAMPLES,
+    "signals": schema.SIGNALS,
+}
+DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
+    "composition": schema.COMPOSITION,
+    "grades": schema.GRADES,
+    "events": schema.EVENTS,
+    "suspects": schema.SUSPECTS,
+}
+View = Literal["effective", "all"]
+
+_SCORE_TYPES: Final = pl.Schema(
+    {"batch": pl.Int64, "position": pl.Int32, "dup_of": pl.Int64, "dup_run": pl.Int32}
+)
+_NULL: Final = -(2**31)  # null in an integer column of a ledger
+_TYPES: Final[Mapping[str, Any]] = {
+    "i32": pl.Int32,
+    "i64": pl.Int64,
+    "f32": pl.Float32,
+    "f64": pl.Float64,
+    "str": pl.String,
+    "bool": pl.Boolean,
+}
+
+
+def polars_schema(columns: Mapping[str, str]) -> pl.Schema:
+    """A table of :mod:`auditor.schema` as polars types by column."""
+    return pl.Schema({name: _TYPES[kind] for name, kind in columns.items()})
+
+
+class Run:
+    """A run directory, opened for reading; see :meth:`open`."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self.facts = facts
+        self.torn_bytes: dict[str, int] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """Open a run directory; a run that is still being written may be opened.
+
+        Raises:
+            RunError: not a run directory.
+            SchemaVersionError: written by a newer version.
+        """
+        path = Path(path)
+        return cls(path, read_run_json(path))
+
+    @property
+    def run_id(self) -> str:
+        return str(self.facts["run_id"])
+
+    @property
+    def derived(self) -> Path:
+        """The folder of all that can be rebuilt."""
+        return self.path / "derived"
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """What each attempt of each rank noted about itself, by rank and number."""
+        paths = sorted(self.path.glob("attempts/rank-*/attempt-*.json"))
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """The data files the latest attempt read: path, bytes, sha256 (null where not hashed)."""
+        for attempt in reversed(self.attempts):
+            if attempt.get("shards"):
+                return list(attempt["shards"])
+        return []
+
+    def gaps(self) -> list[str]:
+        """What is known to be missing from the record, in words; empty when nothing is."""
+        found = []
+        for attempt in self.attempts:
+            where = f"attempt {attempt['attempt']}, rank {attempt['rank']}"
+            if "closed" not in attempt:
+                found.append(f"{where}: still running, or killed before it closed")
+            for what, count in sorted(attempt.get("counts", {}).items()):
+                found.append(f"{where}: {count} {what.replace('_', ' ')}")
+            for place, count in sorted(attempt.get("failures", {}).items()):
+                found.append(f"{where}: {place} failed {count} times")
+        world_size = int(self.facts.get("world_size", 1))
+        present = {attempt["rank"] for attempt in self.attempts}
+        missing = sorted(set(range(world_size)) - present)
+        if missing:
+            found.append(f"no record of ranks {missing} of {world_size}")
+        for name, n_bytes in sorted(self.torn_bytes.items()):
+            found.append(f"{name}: the last {n_bytes} bytes are torn and were dropped")
+        return found
+
+    def scan(self, table: str, view: View = "effective") -> pl.LazyFrame:
+        """A table as a ``polars.LazyFrame``.
+
+        Facts are ``exposures`` (columns of ``schema.EXPOSURES_JOINED``), ``samples`` and
+        ``signals``; derived tables are ``composition``, ``grades``, ``events`` and ``suspects``.
+        The ``effective`` view hides what a later attempt rolled back: of two attempts that trained
+        the same step, the later counts.
+
+        Raises:
+            ValueError: there is no such table or view.
+            RunError: a derived table that has not been made yet.
+        """
+        if view not in ("effective", "all"):
+            raise ValueError(f"view must be 'effective' or 'all', got {view!r}")
+        if table in DERIVED:
+            return self._scan_derived(table)
+        if table not in FACTS:
+            raise ValueError(f"table must be one of {[*FACTS, *DERIVED]}, got {table!r}")
+        if table == "samples":
+            return self._facts("samples")
+        frame = self._facts(table)
+        if view == "effective":
+            frame = frame.filter(~_rolled_back(self._first_steps()))
+        if table == "exposures":
+            frame = _with_samples(frame, self._facts("samples"))
+        return frame
+
+    def write_derived(self, table: str, frame: pl.DataFrame) -> None:
+        """Keep a derived table under ``derived/``, cast to its schema."""
+        columns = polars_schema(DERIVED[table])
+        self.derived.mkdir(exist_ok=True)
+        _write_parquet(frame.select(list(columns)).cast(columns), self.derived / f"{table}.parquet")
+
+    def _scan_derived(self, table: str) -> pl.LazyFrame:
+        path = self.derived / f"{table}.parquet"
+        if not path.exists():
+            raise RunError(
+                f"the table {table!r} has not been derived yet",
+                path=self.path,
+                remedy=f"Run: auditor report {self.path}",
+            )
+        return pl.scan_parquet(path)
+
+    def _first_steps(self) -> list[tuple[int, int, int]]:
+        """(rank, attempt, first step trained) of each attempt that trained any."""
+        exposures = self._facts("exposures").filter(pl.col("state") == "trained")
+        first = exposures.group_by("rank", "attempt").agg(pl.col("step").min()).collect()
+        if first.is_empty():  # a run with a monitor only
+            signals = self._facts("signals")
+            first = signals.group_by("rank", "attempt").agg(pl.col("step").min()).collect()
+        return [(row["rank"], row["attempt"], row["step"]) for row in first.iter_rows(named=True)]
+
+    def _ledgers(self, table: str) -> list[tuple[int, int, Path]]:
+        return [
+            (int(path.parent.name[-5:]), int(path.stem[-4:]), path)
+            for path in sorted(self.path.glob(f"{table}/rank-*/attempt-*.ledger"))
+        ]
+
+    def _facts(self, table: str) -> pl.LazyFrame:
+        """The table from the Parquet copy when it is as old as the ledgers, else from them."""
+        ledgers = self._ledgers(table)
+        state = {str(path.relative_to(self.path)): path.stat().st_size for _, _, path in ledgers}
+        copy, stamp = self.derived / f"{table}.parquet", self.derived / f"{table}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            noted = json.loads(stamp.read_text(encoding="utf-8"))
+            if noted["ledgers"] == state and copy.exists():
+                self.torn_bytes.update(noted["torn_bytes"])
+                return pl.scan_parquet(copy)
+        columns = polars_schema(FACTS[table])
+        parts = []
+        torn: dict[str, int] = {}
+        for rank, attempt, path in ledgers:
+            reader = LedgerReader(path)
+            part = _BUILDERS[table](list(reader))
+            if reader.torn_bytes:
+                torn[str(path.relative_to(self.path))] = reader.torn_bytes
+            added = {"rank": rank, "attempt": attempt, "part": 0}
+            part = part.with_columns(
+                pl.lit(value).alias(name) for name, value in added.items() if name in columns
+            )
+            parts.append(part.select(list(columns)).cast(columns))
+        frame = pl.concat(parts) if parts else pl.DataFrame(schema=columns)
+        if table == "samples":
+            frame = frame.unique("key", keep="first", maintain_order=True)
+        self.torn_bytes.update(torn)
+        with contextlib.suppress(OSError):  # a run on a read-only disk is read all the same
+            self.derived.mkdir(exist_ok=True)
+            _write_parquet(frame, copy)
+            write_json(stamp, {"ledgers": state, "torn_bytes": torn})
+        return frame.lazy()
+
+
+def _write_parquet(frame: pl.DataFrame, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    frame.write_parquet(temporary)
+    temporary.replace(path)
+
+
+def _rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
+    """Steps of an attempt that a later attempt of the rank trained again, or went back behind."""
+    expression = pl.lit(False)
+    for rank, attempt, step in first_steps:
+        expression = expression | (
+            (pl.col("rank") == rank) & (pl.col("attempt") < attempt) & (pl.col("step") >= step)
+        )
+    return expression.fill_null(False)
+
+
+def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFrame:
+    joined = exposures.join(samples.drop("preview"), on="key", how="left", maintain_order="left")
+    joined = joined.with_columns(
+        pl.max_horizontal("dup_batch", "dup_window").alias("duplication"),
+        pl.col("sample_id").fill_null(pl.col("key").cast(pl.String)),
+    )
+    return joined.select(list(schema.EXPOSURES_JOINED))
+
+
+def _exposures_of(frames: list[Frame]) -> pl.DataFrame:
+    keys, batches, positions, states = [], [], [], []
+    closes: dict[int, tuple[int, str]] = {}
+    renumbered: dict[int, int] = {}
+    scores: list[pl.DataFrame] = []
+    losses: list[pl.DataFrame] = []
+    for frame in frames:
+        if frame.kind == "batch":
+            n = len(frame.columns["key"])
+            keys.append(frame.columns["key"].astype(np.int64))
+            batches.append(np.full(n, frame.scalars["batch"], np.int64))
+            positions.append(np.arange(n, dtype=np.int32))
+            states += [frame.scalars["state"]] * n
+        elif frame.kind == "close":
+            for batch in frame.columns["batch"]:
+                closes[int(batch)] = (frame.scalars["step"], frame.scalars["state"])
+        elif frame.kind == "renumber":
+            renumbered[frame.scalars["closed"]] = frame.scalars["step"]
+        elif frame.kind == "scores":
+            n = len(frame.columns["position"])
+            scores.append(
+                pl.DataFrame(dict(frame.columns))
+                .with_columns(pl.lit(frame.scalars["batch"]).alias("batch"))
+                .cast(_SCORE_TYPES)
+            )
+        elif frame.kind == "losses":
+            losses.append(_losses_of(frame, batches))
+    if not keys:
+        return pl.DataFrame(schema=polars_schema(schema.EXPOSURES))
+    rows = pl.DataFrame(
+        {
+            "batch": np.concatenate(batches),
+            "position": np.concatenate(positions),
+            "key": np.concatenate(keys),
+            "state": states,
+        }
+    )
+    closed = pl.DataFrame(
+        [(batch, renumbered.get(step, step), state) for batch, (step, state) in closes.items()],
+        schema={"batch": pl.Int64, "step": pl.Int64, "closed_state": pl.String},
+        orient="row",
+    )
+    rows = rows.join(closed, on="batch", how="left", maintain_order="left")
+    rows = rows.with_columns(pl.coalesce("closed_state", "state").alias("state"))
+    rows = _joined_or_null(rows, scores, schema.EXPOSURES)
+    rows = _joined_or_null(rows, losses, schema.EXPOSURES)
+    return rows.with_columns(
+        # Samples whose content is unknown have no scores; similar to nothing is -1.
+        pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"),
+    )
+
+
+def _losses_of(frame: Frame, batches: list[np.ndarray]) -> pl.DataFrame:
+    """Losses of several batches, in order, laid out on (batch, position)."""
+    sizes = {int(one[0]): len(one) for one in batches if len(one)}
+    order = [int(batch) for batch in frame.columns["batch"]]
+    losses = frame.columns["loss"]
+    if sum(sizes.get(batch, 0) for batch in order) != len(losses):
+        return pl.DataFrame(schema={"batch": pl.Int64, "position": pl.Int32, "loss": pl.Float32})
+    return pl.DataFrame(
+        {
+            "batch": np.repeat(order, [sizes[batch] for batch in order]).astype(np.int64),
+            "position": np.concatenate([np.arange(sizes[b], dtype=np.int32) for b in order]),
+            "loss": losses,
+        }
+    )
+
+
+def _joined_or_null(
+    rows: pl.DataFrame, parts: list[pl.DataFrame], columns: Mapping[str, str]
+) -> pl.DataFrame:
+    types = polars_schema(columns)
+    if parts:
+        added = pl.concat(parts)
+        rows = rows.join(added, on=["batch", "position"], how="left", maintain_order="left")
+    scored = {"dup_batch", "dup_window", "dup_run", "dup_of", "repetition", "loss"}
+    return rows.with_columns(
+        pl.lit(None, dtype=types[name]).alias(name) for name in scored - set(rows.columns)
+    )
+
+
+def _samples_of(frames: list[Frame]) -> pl.DataFrame:
+    parts = [
+        pl.DataFrame(
+            {
+                **{name: values.astype(np.int64) for name, values in frame.columns.items()},
+                **{name: pl.Series(v, dtype=pl.String) for name, v in frame.strings.items()},
+            }
+        )
+        for frame in frames
+        if frame.kind == "samples"
+    ]
+    if not parts:
+        return pl.DataFrame(schema=polars_schema(schema.SAMPLES))
+    frame = pl.concat(parts, how="diagonal")
+    return frame.with_columns(_null_where_marked("row", "n_tokens"))
+
+
+def _signals_of(frames: list[Frame]) -> pl.DataFrame:
+    columns = polars_schema(schema.SIGNALS)
+    parts = [pl.DataFrame(schema=columns)]
+    for frame in frames:
+        if frame.kind == "signals":
+            n = len(frame.columns["value"])
+            part = pl.DataFrame(
+                {
+                    **frame.columns,
+                    **{name: pl.Series(v, dtype=pl.String) for name, v in frame.strings.items()},
+                    "step": np.full(n, frame.scalars["step"], np.int64),
+                }
+            )
+            part = part.cast({"layer": pl.Int32, "head": pl.Int32, "n_rows": pl.Int32})
+            part = part.with_columns(_null_where_marked("layer", "head", "n_rows"))
+            parts.append(part)
+        elif frame.kind == "scalars":
+            wide = pl.DataFrame(
+                {
+                    name: values.astype(np.int64 if name == "step" else np.float64)
+                    for name, values in frame.columns.items()
+                }
+            )
+            long = wide.unpivot(index="step", variable_name="signal", value_name="value")
+            # Not measured is no row; a loss that is NaN was measured.
+            long = long.filter(pl.col("value").is_not_nan() | (pl.col("signal") == "loss"))
+            parts.append(long.with_columns(pl.lit("step").alias("kind")))
+    table = pl.concat(parts, how="diagonal_relaxed")
+    return table.with_columns(
+        pl.col("site").fill_null(""),
+        pl.when((pl.col("kind") == "step") | pl.col("value").is_not_nan()).then("value"),
+    )
+
+
+def _null_where_marked(*names: str) -> list[pl.Expr]:
+    return [pl.when(pl.col(name) != _NULL).then(name).alias(name) for name in names]
+
+
+_BUILDERS: Final[Mapping[str, Callable[[list[Frame]], pl.DataFrame]]] = {
+    "exposures": _exposures_of,
+    "samples": _samples_of,
+    "signals": _signals_of,
+}
+assert set(_BUILDERS) == set(LEDGERS)
