@@ -129,14 +129,14 @@ def check_out(out: Path, inputs: Inputs) -> None:
     """
     target = out.resolve()
     for shard in inputs.shards:
-        if shard.path.is_relative_to(target):
+        if shard.path.resolve().is_relative_to(target):
             raise ShardError(
                 f"the output folder contains the input {shard.path}",
                 path=out,
                 remedy="Choose an --out outside of the inputs",
             )
     for folder in inputs.folders:
-        if target.is_relative_to(folder):
+        if target.is_relative_to(folder.resolve()):
             raise ShardError(
                 f"the output folder lies within the input {folder}",
                 path=out,
@@ -165,12 +165,17 @@ def begin_out(out: Path) -> None:
 def _expand(given: str | Path) -> list[Path]:
     path = Path(given)
     if path.exists():
-        return [path.resolve()]
+        return [_absolute(path)]
     # Path.glob takes no absolute patterns.
     found = glob.glob(str(given), recursive=True)  # noqa: PTH207
     if not found:
         raise ShardError("no such file or folder", path=given, remedy="Check the path")
-    return sorted((Path(name).resolve() for name in found), key=lambda p: _natural(str(p)))
+    return sorted((_absolute(Path(name)) for name in found), key=lambda p: _natural(str(p)))
+
+
+def _absolute(path: Path) -> Path:
+    # Symbolic links stay: in a hub cache the link has the name and its target has none.
+    return Path(os.path.abspath(path))  # noqa: PTH100
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
