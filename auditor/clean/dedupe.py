@@ -11,7 +11,8 @@ Every row gets one decision, tried in this order:
 3. ``exact``: same normalised content as a kept row.
 4. ``near``: exact Jaccard similarity to a kept row at or above the threshold.
 
-Rows without content (null, missing, not text) are kept and counted as ``without_content``.
+Rows without content (null, missing, not text) are kept and counted as ``without_content``. Cleaning
+the result again drops nothing more, unless a bucket was capped (``capped_buckets``).
 """
 
 from __future__ import annotations
