@@ -278,8 +278,15 @@ def _exposures_of(frames: list[Frame]) -> pl.DataFrame:
     )
     rows = rows.join(closed, on="batch", how="left", maintain_order="left")
     rows = rows.with_columns(pl.coalesce("closed_state", "state").alias("state"))
-    rows = _joined_or_null(rows, scores, schema.EXPOSURES)
-    rows = _joined_or_null(rows, losses, schema.EXPOSURES)
+    for parts in (scores, losses):
+        if parts:
+            added = pl.concat(parts)
+            rows = rows.join(added, on=["batch", "position"], how="left", maintain_order="left")
+    types = polars_schema(schema.EXPOSURES)
+    measured = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition", "loss")
+    rows = rows.with_columns(
+        pl.lit(None, dtype=types[name]).alias(name) for name in measured if name not in rows.columns
+    )
     return rows.with_columns(
         # Samples whose content is unknown have no scores; similar to nothing is -1.
         pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"),
@@ -299,19 +306,6 @@ def _losses_of(frame: Frame, batches: list[np.ndarray]) -> pl.DataFrame:
             "position": np.concatenate([np.arange(sizes[b], dtype=np.int32) for b in order]),
             "loss": losses,
         }
-    )
-
-
-def _joined_or_null(
-    rows: pl.DataFrame, parts: list[pl.DataFrame], columns: Mapping[str, str]
-) -> pl.DataFrame:
-    types = polars_schema(columns)
-    if parts:
-        added = pl.concat(parts)
-        rows = rows.join(added, on=["batch", "position"], how="left", maintain_order="left")
-    scored = {"dup_batch", "dup_window", "dup_run", "dup_of", "repetition", "loss"}
-    return rows.with_columns(
-        pl.lit(None, dtype=types[name]).alias(name) for name in scored - set(rows.columns)
     )
 
 

@@ -63,7 +63,8 @@ def build(folder: Path, *, seed: int, steps: int, plant: bool) -> Corpus:
     """Write the sources as ``folder/<source>.jsonl.zst``, one window of text per row."""
     rng = np.random.default_rng([seed, 1])
     folder.mkdir(parents=True, exist_ok=True)
-    onset_step = steps * 10 // 21  # 200 of the demo's 420 steps
+    # At 200 of 420 steps; earlier there would be no history after the warm-up.
+    onset_step = max(160, steps * 10 // 21)
     held_out: list[str] = []
     shards = []
     for source in WEIGHTS:

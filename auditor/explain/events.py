@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import polars as pl
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from auditor import schema
@@ -30,7 +31,8 @@ MIN_BEST_SAMPLES: Final = 10
 """The best is looked for among at least this many samples, however sparse they are."""
 
 INPUT_FALL: Final = 0.10
-"""Fall of input diversity below its median; at least five robust deviations as well."""
+INPUT_DEVIATIONS: Final = 3.0
+"""Fall of input diversity below its median, whichever is more; in two samples of three running."""
 
 PROBE_LOSS_RISE: Final = 0.10
 """Nats above the lowest of the last ``BEST_STEPS``, in two samples running."""
@@ -171,11 +173,11 @@ def _warm(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
     return (np.arange(len(steps)) >= WARMUP_SAMPLES) & (steps - steps[0] >= WARMUP_STEPS)
 
 
-def _twice(bad: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Bad samples with a bad neighbour: one odd sample is not an event."""
-    before = np.concatenate([[False], bad[:-1]])
-    after = np.concatenate([bad[1:], [False]])
-    return bad & (before | after)
+def _twice(bad: NDArray[np.bool_], within: int = 1) -> NDArray[np.bool_]:
+    """Bad samples with another at most ``within`` places away: one odd sample is not an event."""
+    padded = np.concatenate([np.zeros(within, np.bool_), bad, np.zeros(within, np.bool_)])
+    n_near = sliding_window_view(padded, 2 * within + 1).sum(axis=1)
+    return bad & (n_near > 1)
 
 
 def _median_of_three(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -228,8 +230,8 @@ def _below_median(series: _Series) -> _Bad:
         if history is not None:
             median, deviation = history
             normal[i] = median
-            bad[i] = series.values[i] <= median - max(INPUT_FALL, 5.0 * deviation)
-    return _Bad(series, _twice(bad), normal, lower_is_worse=True)
+            bad[i] = series.values[i] <= median - max(INPUT_FALL, INPUT_DEVIATIONS * deviation)
+    return _Bad(series, _twice(bad, within=2), normal, lower_is_worse=True)
 
 
 def _below_share(series: _Series, share: float) -> _Bad:

@@ -77,6 +77,13 @@ def _verdict(
             return (
                 f"{counted}; no exposures were recorded, so data can be neither blamed nor cleared."
             )
+        stood_out = suspects.filter(pl.col("verdict") == "coincident")["name"].unique().sort()
+        if len(stood_out):
+            names = ", ".join(stood_out)
+            return (
+                f"{counted}; no data cause found: {names} changed about then, but not in "
+                "content, or not before the model did."
+            )
         return f"{counted}; no data cause found: no source stood out before the onset."
     row = suspects.filter(
         (pl.col("name") == culprit)

@@ -101,7 +101,7 @@ def rank_ratio(rows: np.ndarray, variant: str = "raw", k: int = K_LARGEST) -> fl
     NaN where undefined: no rows, a zero matrix, values that are not finite.
     """
     rows = np.asarray(rows)
-    if rows.size == 0:
+    if rows.size == 0 or not np.isfinite(rows).all():
         return math.nan
     matrix = variant_of(rows, variant)
     centred = variant == "centred"

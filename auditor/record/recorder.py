@@ -155,7 +155,9 @@ class Recorder:
         def stepped(*_: Any) -> None:
             try:
                 if self._pending:
-                    self._closed_by_optimizer = self.close_step()
+                    numbered = self._backward_done  # the monitor has been here before
+                    closed = self.close_step()
+                    self._closed_by_optimizer = None if numbered else closed
             except Exception as error:
                 self.failed("optimizer hook", error)
 

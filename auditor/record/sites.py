@@ -32,10 +32,11 @@ def find_blocks(model: nn.Module) -> Sequence[Site]:
     """The transformer blocks in order: the ModuleList that holds most of the parameters.
 
     Candidates are ``ModuleList`` and ``Sequential`` whose children are all of one class and have
-    children of their own; among those the one with the most parameters wins, then the outermost.
+    children of their own; among those the one with the most parameters wins, then with the most
+    children, then the outermost.
     Empty when the model has none.
     """
-    best: tuple[int, str, nn.Module] | None = None
+    best: tuple[tuple[int, int], str, nn.Module] | None = None
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
             continue
@@ -45,8 +46,9 @@ def find_blocks(model: nn.Module) -> Sequence[Site]:
         ):
             continue
         n_parameters = sum(parameter.numel() for parameter in module.parameters())
-        if best is None or n_parameters > best[0]:
-            best = (n_parameters, path, module)
+        size = (n_parameters, len(children))
+        if best is None or size > best[0]:
+            best = (size, path, module)
     if best is None:
         return []
     _, path, module = best

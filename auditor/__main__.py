@@ -1,0 +1,5 @@
+"""``python -m auditor`` is ``auditor``."""
+
+from auditor.cli import main
+
+main()

@@ -1,0 +1,67 @@
+"""What a recorded run says about its own data: the shards it read and the mix it drew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from auditor.clean.files import sha256
+from auditor.errors import RunError, ShardError
+from auditor.run import Run
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Shards of a run, weight per source as it was consumed, and samples consumed."""
+
+    run_id: str
+    shards: list[Path]
+    weights: dict[str, float]
+    n_samples: int
+
+
+def run_data(run: Run, shards: Sequence[str | Path] = ()) -> RunData:
+    """The data of a run, from the given shards or from those the run recorded.
+
+    Raises:
+        RunError: neither are there.
+        ShardError: a recorded shard is gone, or is not the file that was trained on.
+    """
+    paths = [Path(shard) for shard in shards]
+    if not paths:
+        for shard in run.shards:
+            path = Path(shard["path"])
+            if not path.is_file():
+                raise ShardError(
+                    "recorded by the run, but not there",
+                    path=path,
+                    remedy="Give the files as they are now with --shards",
+                )
+            if shard["sha256"] is not None and sha256(path) != shard["sha256"]:
+                raise ShardError(
+                    "has changed since the run was trained on it",
+                    path=path,
+                    remedy="Restore it, or clean it as it is now with --shards",
+                )
+            paths.append(path)
+    if not paths:
+        raise RunError(
+            "the run did not record which shards it read",
+            path=run.path,
+            remedy="Name them with --shards, or give the dataset a `shards` attribute "
+            "before it is audited",
+        )
+    counted = (
+        run.scan("exposures")
+        .filter((pl.col("state") == "trained") & pl.col("source").is_not_null())
+        .group_by("source")
+        .len()
+        .sort("source")
+        .collect()
+    )
+    n = int(counted["len"].sum())
+    weights = {name: count / n for name, count in counted.iter_rows()} if n else {}
+    return RunData(run.run_id, paths, weights, n)

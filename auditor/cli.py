@@ -1,0 +1,298 @@
+"""The command line. Each command imports what it needs when it runs, so that help is instant.
+
+Exit codes: 0 ok, 1 an error, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from auditor.errors import AuditorError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from auditor.clean.manifest import Manifest
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class _Group(click.Group):
+    """Turns our errors into one message and an exit code, here and nowhere else."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AuditorError as error:
+            raise click.ClickException(str(error)) from error
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(f"{where}{error.strerror or error}") from error
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+@click.group(cls=_Group, context_settings=_SETTINGS)
+@click.version_option(package_name="auditor", message="auditor %(version)s")
+def main() -> None:
+    """The flight recorder for LLM training data: which data did it?
+
+    Record a training run with AuditedSampler and GradeMonitor (see the README), then:
+
+    \b
+      auditor report run/                       what happened, and which data was there
+      auditor dedupe run/ --out cleaned/        cleaned shards and a manifest
+      auditor verify cleaned/                   check the manifest against the files
+      auditor demo                              all of it, on real text, in two minutes
+    """
+
+
+@main.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("demo-run"), show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--steps", type=click.IntRange(1), help="Steps per training run.  [default: 420]")
+@click.option("--quick", is_flag=True, help="300 steps.")
+@click.option("--clean", is_flag=True, help="Plant nothing.")
+@click.option("--lr-spike", is_flag=True, help="Plant nothing; raise the learning rate instead.")
+def demo(out: Path, seed: int, steps: int | None, quick: bool, clean: bool, lr_spike: bool) -> None:
+    """Train, report, clean and train again on real text.
+
+    Trains a small GPT on four sources, one of which begins to repeat itself; reports which; cleans
+    the shards; trains again, and once more with as many samples removed at random.
+
+    \b
+    Examples:
+      auditor demo
+      auditor demo --quick --seed 3
+      auditor demo --lr-spike --out spike/      an event that no data caused
+    """
+    from auditor.demo.story import QUICK_STEPS, STEPS, tell
+
+    if steps is None:
+        steps = QUICK_STEPS if quick else STEPS
+    tell(out, _console(), seed=seed, steps=steps, plant=not (clean or lr_spike), lr_spike=lr_spike)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Where to write the page.  [default: RUN/derived/report.html]",
+)
+def report(run: Path, as_json: bool, html: Path | None) -> None:
+    """Explain a run: grades, events, and the data before each.
+
+    RUN is the folder given to AuditedSampler or GradeMonitor; it may still be recording.
+
+    \b
+    Examples:
+      auditor report run/
+      auditor report run/ --json | jq '.events[].suspects[0]'
+      auditor report run/ --html report.html
+    """
+    from auditor.run import Run
+    from auditor.show.produce import produce
+
+    opened = Run.open(run)
+    produced = produce(opened, html)
+    if as_json:
+        from auditor.show.report import report_of
+
+        click.echo(json.dumps(report_of(produced.explanation, produced.proposal), indent=2))
+        return
+    from auditor.show.terminal import print_report
+
+    print_report(_console(), produced.explanation, produced.proposal, produced.html)
+
+
+@main.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="A new or empty folder."
+)
+@click.option(
+    "--run", type=click.Path(path_type=Path), help="Run whose mix the weights start from."
+)
+@click.option("--shards", multiple=True, help="With a run as INPUT: its shards, if it named none.")
+@click.option("--threshold", type=float, default=0.8, show_default=True, help="Jaccard similarity.")
+@click.option(
+    "--shingle",
+    type=click.Choice(["auto", "word5", "char5", "token5"]),
+    default="auto",
+    show_default=True,
+)
+@click.option("--keep", type=click.Choice(["first", "longest"]), default="first", show_default=True)
+@click.option("--content", help="Column of the text or tokens.  [default: text, input_ids, tokens]")
+@click.option("--keep-repetitive", is_flag=True, help="Do not drop samples that repeat themselves.")
+@click.option(
+    "--on-error",
+    type=click.Choice(["raise", "skip"]),
+    default="raise",
+    show_default=True,
+    help="A row that cannot be read: stop, or drop and count it.",
+)
+@click.option(
+    "--max-epochs",
+    type=float,
+    default=4.0,
+    show_default=True,
+    help="Repetition budget of a source.",
+)
+@click.option("--dry-run", is_flag=True, help="Decide and count; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def dedupe(
+    inputs: tuple[str, ...],
+    out: Path,
+    run: Path | None,
+    shards: tuple[str, ...],
+    threshold: float,
+    shingle: Any,
+    keep: Any,
+    content: str | None,
+    keep_repetitive: bool,
+    on_error: Any,
+    max_epochs: float,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove exact and near-duplicates and repetitive samples; write cleaned shards and a manifest.
+
+    INPUT is a run folder, whose recorded shards are cleaned, or shards, folders or globs of them:
+    JSONL (plain, .gz, .zst) and Parquet. Inputs are never changed.
+
+    \b
+    Examples:
+      auditor dedupe run/ --out cleaned/
+      auditor dedupe 'shards/*.jsonl.zst' --out cleaned/ --threshold 0.7
+      auditor dedupe corpus/ --out cleaned/ --dry-run
+    """
+    from auditor.clean.dedupe import DedupeConfig
+    from auditor.clean.dedupe import dedupe as clean
+    from auditor.clean.from_run import run_data
+    from auditor.run import Run
+
+    config = DedupeConfig(
+        threshold=threshold,
+        shingle=shingle,
+        keep=keep,
+        repetition=not keep_repetitive,
+        max_epochs=max_epochs,
+        content=content,
+        on_error=on_error,
+    )
+    if len(inputs) == 1 and (Path(inputs[0]) / "run.json").is_file():
+        if run is not None:
+            raise ValueError("--run names the run of given shards; here INPUT is a run itself")
+        data = run_data(Run.open(inputs[0]), shards)
+    elif shards:
+        raise ValueError("--shards goes with a run as INPUT; give the shards as INPUT instead")
+    else:
+        data = run_data(Run.open(run), inputs) if run is not None else None
+    with _bar(quiet=as_json) as progress:
+        manifest = clean(
+            inputs if data is None else data.shards,
+            out,
+            config=config,
+            run_id=None if data is None else data.run_id,
+            source_weights=data.weights if data is not None and data.weights else None,
+            n_samples=data.n_samples or None if data is not None else None,
+            progress=progress,
+            dry_run=dry_run,
+        )
+    if as_json:
+        click.echo(json.dumps({"out": str(out), **manifest.document}, indent=2))
+    else:
+        _print_manifest(_console(), manifest, out, dry_run)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--sample", type=click.IntRange(1), help="Hash this many shards instead of all.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def verify(folder: Path, sample: int | None, as_json: bool) -> None:
+    """Check cleaned shards against their manifest; exit code 1 when anything disagrees.
+
+    \b
+    Examples:
+      auditor verify cleaned/
+      auditor verify cleaned/ --sample 20
+    """
+    from dataclasses import asdict
+
+    from auditor.clean.manifest import verify as check
+
+    result = check(folder, sample=sample)
+    if as_json:
+        click.echo(json.dumps({"ok": result.ok, **asdict(result)}, indent=2))
+    else:
+        for failure in result.failures:
+            click.echo(f"FAILED  {failure}")
+        for parent in result.missing_parents:
+            click.echo(f"not there to compare: {parent}")
+        hashed = f"{result.n_shards_hashed} of {result.n_shards} shards"
+        verdict = "verified" if result.ok else f"{len(result.failures)} failures"
+        click.echo(f"{verdict}: {hashed}, {result.n_rows} rows")
+    if not result.ok:
+        sys.exit(1)
+
+
+@contextmanager
+def _bar(*, quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A progress bar on standard error where that is a terminal."""
+    console = _console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+def _print_manifest(console: Console, manifest: Manifest, out: Path, dry_run: bool) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    counts = manifest.counts
+    verb = "would be written" if dry_run else "written"
+    console.print(f"{counts['rows_in']} rows in, {counts['rows_out']} rows {verb}")
+    for reason in ("exact", "near", "repetition", "unreadable"):
+        if counts.get(reason):
+            console.print(f"  {counts[reason]:>9} dropped: {reason}")
+    table = Table("source", "rows in", "rows out", "weight", "proposed", "epochs", "projected")
+    for name, source in manifest.document["sources"].items():
+        table.add_row(
+            escape(name),
+            str(source["rows_in"]),
+            str(source["rows_out"]),
+            f"{source['weight_before']:.1%}",
+            f"{source['weight']:.1%}",
+            f"{source['projected_epochs_before']:.1f}",
+            f"{source['projected_epochs']:.1f}",
+        )
+    console.print(table)
+    if not dry_run:
+        console.print(f"{out / 'manifest.json'}", soft_wrap=True, markup=False)
+        console.print(f"Check it at any time: auditor verify {out}", soft_wrap=True, markup=False)

@@ -1,0 +1,340 @@
+"""The monitor measures what it says, and training does not notice it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from auditor import AuditedSampler, GradeMonitor, Run
+from auditor.demo.model import GPT, GPTConfig, next_byte_loss
+from auditor.explain.grades import grades_of
+from auditor.measure.spectrum import attention_entropy
+from auditor.record.capture import attention_of, capturing
+from auditor.record.monitor import _fetched, _to_host
+from auditor.record.sites import find_blocks
+
+T, WIDTH, HEADS = 32, 48, 4
+
+
+class DroppyGPT(nn.Module):
+    """The demo's model with dropout and a batch norm, which a careless probe would disturb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPTConfig(n_positions=T, width=WIDTH, n_heads=HEADS, n_blocks=3))
+        self.dropout = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.dropout(self.gpt(ids)).transpose(1, 2)).transpose(1, 2)
+
+
+def windows(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (n, T + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def train(run: Path | None, *, every: int = 3, n_steps: int = 10) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = DroppyGPT()
+    model.gpt.blocks[0].eval()  # a part that the user keeps in evaluation mode
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader: Any = DataLoader(TensorDataset(windows(8 * n_steps)), batch_size=8, shuffle=True)
+    monitor = None
+    if run is not None:
+        loader = AuditedSampler(loader, run=run)
+        monitor = GradeMonitor(
+            model, run=run, every=every, probe=windows(6, seed=9), probe_loss=next_byte_loss
+        )
+    losses = []
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        loss = next_byte_loss(model, batch)
+        loss.backward()
+        if monitor is not None:
+            monitor.step(loss, optimizer=optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    if monitor is not None:
+        monitor.close()
+    return model, losses, monitor
+
+
+def test_training_is_bit_identical_with_the_monitor_on_and_off(tmp_path: Path) -> None:
+    plain, plain_losses, _ = train(None)
+    plain_random = torch.get_rng_state()
+    audited, losses, monitor = train(tmp_path / "run")
+    assert losses == plain_losses
+    assert torch.equal(torch.get_rng_state(), plain_random)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, audited.state_dict()[name]), name
+    assert [m.training for m in plain.modules()] == [m.training for m in audited.modules()]
+    assert not any(module._forward_hooks for module in audited.modules())
+    assert not any(module._forward_pre_hooks for module in audited.modules())
+    assert not monitor._recorder.failures
+
+
+def test_recorded_signals_equal_those_computed_by_hand(tmp_path: Path) -> None:
+    """The probe's last block, from the model as it was at the step, through a float64 SVD."""
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(n_positions=T, width=WIDTH, n_heads=HEADS, n_blocks=2))
+    probe, batch = windows(10, seed=3), windows(4, seed=4)
+    monitor = GradeMonitor(
+        model, run=tmp_path / "run", every=1, probe=probe, probe_loss=next_byte_loss
+    )
+    loss = next_byte_loss(model, batch)
+    loss.backward()
+    monitor.step(loss)
+    monitor.close()
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+
+    def value(**which: Any) -> float:
+        rows = signals.filter(*[pl.col(name) == wanted for name, wanted in which.items()])
+        return float(rows["value"].item())
+
+    for kind, ids in (("probe", probe[:, :-1]), ("live", batch[:, :-1])):
+        with torch.no_grad():
+            x = model.tokens(ids) + model.positions.weight[:T]
+            embedded = x
+            for block in model.blocks:
+                normed = block.norm_attention(x)
+                q, k, _ = (
+                    part.view(len(ids), T, HEADS, -1).transpose(1, 2)
+                    for part in block.attention.qkv(normed).split(WIDTH, dim=2)
+                )
+                x = block(x)
+        rows = x.flatten(0, 1).double().numpy()  # fewer than 512: no row is left out
+        for variant in ("raw", "centred"):
+            centred = variant == "centred"
+            matrix = rows - rows.mean(axis=0) if centred else rows
+            s = np.linalg.svd(matrix, compute_uv=False)[:20]
+            p = s / s.sum()
+            ratio = math.exp(-(p * np.log(p)).sum()) / 20
+            found = value(kind=kind, signal="token_rank", layer=1, variant=variant)
+            assert found == pytest.approx(ratio, abs=1e-3)
+        pooled = embedded.mean(dim=1).double().numpy()
+        s = np.linalg.svd(pooled - pooled.mean(axis=0), compute_uv=False)[:20]
+        s = s[: len(pooled) - 1]  # centring took one
+        p = s / s.sum()
+        ratio = math.exp(-(p * np.log(p)).sum()) / (len(pooled) - 1)
+        found = value(kind=kind, signal="sample_rank", layer=-1)
+        assert found == pytest.approx(ratio, abs=1e-3)
+
+        logits = (q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS)).double()[:4]
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+        p = logits.masked_fill(hidden, -math.inf).softmax(-1).numpy()
+        entropy = attention_entropy(p).mean(axis=0)  # all 32 queries are sampled
+        assert value(kind=kind, signal="entropy_mean", layer=1) == pytest.approx(
+            entropy.mean(), abs=1e-5
+        )
+        assert value(kind=kind, signal="entropy_min", layer=1) == pytest.approx(
+            entropy.min(), abs=1e-5
+        )
+        assert value(kind=kind, signal="max_logit", layer=1) == pytest.approx(
+            float(logits.masked_fill(hidden, -math.inf).max()), abs=1e-4
+        )
+    assert value(signal="probe_loss") == pytest.approx(next_byte_loss(model, probe).item())
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    assert value(signal="grad_norm") == pytest.approx(norm, rel=1e-5)
+    assert value(signal="loss") == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize("form", ["causal", "bool mask", "float mask", "grouped", "scaled"])
+def test_attention_entropy_follows_what_sdpa_was_given(form: str) -> None:
+    torch.manual_seed(2)
+    q, k = torch.randn(3, 4, 16, 8), torch.randn(3, 4, 16, 8)
+    keep = torch.rand(16, 16) < 0.7
+    keep.fill_diagonal_(True)
+    options: dict[str, Any] = {}
+    if form == "causal":
+        options["is_causal"] = True
+    elif form == "bool mask":
+        options["attn_mask"] = keep
+    elif form == "float mask":
+        options["attn_mask"] = torch.zeros(3, 1, 16, 16).masked_fill(~keep, -math.inf)
+    elif form == "grouped":
+        k = k[:, :2]
+        options["enable_gqa"] = True
+    else:
+        options["scale"] = 0.5
+    # The probabilities, out of SDPA itself: values that are the identity give them back.
+    identity = torch.eye(16).expand(3, k.shape[1], 16, 16)
+    p = F.scaled_dot_product_attention(q, k, identity, **options)
+    options.pop("enable_gqa", None)
+    found = attention_of(q, k, **options).entropy.numpy()
+    np.testing.assert_allclose(found, attention_entropy(p.numpy()).mean(axis=0), atol=1e-5)
+
+
+def test_attention_written_out_with_softmax_is_seen_too() -> None:
+    class Manual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(24, 72)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+            self.p = F.softmax(q @ k.transpose(-2, -1), dim=-1)
+            return (self.p @ v)[:, 0] + x
+
+    model = nn.Sequential(nn.ModuleList([Manual(), Manual()]))
+    blocks = model[0]
+    sites = find_blocks(model)
+    with capturing(sites, _fail) as captured:
+        x = torch.randn(2, 20, 24)
+        for block in blocks:
+            x = block(x)
+    for layer, block in enumerate(blocks):
+        expected = attention_entropy(block.p.detach().numpy()).mean(axis=0)
+        np.testing.assert_allclose(captured.attention[layer].entropy, expected, atol=1e-5)
+
+
+def test_blocks_are_found_by_structure() -> None:
+    gpt = GPT(GPTConfig(n_blocks=3))
+    assert [site.path for site in find_blocks(gpt)] == ["blocks.0", "blocks.1", "blocks.2"]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
+    assert [site.path for site in find_blocks(encoder)] == [f"layers.{i}" for i in range(4)]
+    assert find_blocks(nn.Linear(3, 3)) == []
+
+
+def test_model_without_blocks_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Linear"):
+        GradeMonitor(nn.Linear(3, 3), run=tmp_path / "run")
+    with pytest.raises(ValueError, match="0"):
+        GradeMonitor(GPT(GPTConfig()), run=tmp_path / "run", every=0)
+
+
+def test_live_grades_equal_offline_grades(tmp_path: Path) -> None:
+    _, _, monitor = train(tmp_path / "run", every=1, n_steps=30)
+    offline = grades_of(Run.open(tmp_path / "run").scan("signals").collect())
+    assert [grade.grade for grade in monitor.grades] == offline["grade"].to_list()
+    assert [grade.step for grade in monitor.grades] == offline["step"].to_list()
+    assert [grade.alert for grade in monitor.grades] == offline["alert"].to_list()
+    np.testing.assert_allclose([g.ratio for g in monitor.grades], offline["ratio"], rtol=1e-12)
+    recorded = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "grade")
+    assert recorded.sort("step").collect()["value"].to_list() == offline["grade"].to_list()
+
+
+def test_only_sampled_steps_are_measured_and_losses_are_kept_of_all(tmp_path: Path) -> None:
+    train(tmp_path / "run", every=4, n_steps=10)
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    ranks = signals.filter(pl.col("signal") == "token_rank")
+    assert ranks.group_by("kind").agg(pl.col("step").unique().sort()).sort("kind").rows() == [
+        ("live", [0, 4, 8]),
+        ("probe", [0, 4, 8]),
+    ]
+    for name, steps in (("loss", range(10)), ("lr", range(10)), ("grad_norm", [0, 4, 8])):
+        found = signals.filter(pl.col("signal") == name).sort("step")["step"].to_list()
+        assert found == list(steps), name
+
+
+def test_evaluation_forwards_are_not_taken_for_the_training_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1)
+    model.eval()
+    with torch.no_grad():
+        model(windows(50)[:, :-1])
+    model.train()
+    loss = next_byte_loss(model, windows(5))
+    loss.backward()
+    monitor.step(loss)
+    monitor.close()
+    ranks = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "sample_rank")
+    assert ranks.collect()["n_rows"].unique().to_list() == [5]
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf], ids=["zero", "nan", "inf"])
+def test_degenerate_activations_are_undefined_and_do_not_raise(
+    value: float, tmp_path: Path
+) -> None:
+    model = GPT(GPTConfig(n_positions=T))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1, probe=windows(4)[:, :-1])
+    loss = next_byte_loss(model, windows(4))
+    loss.backward()
+    monitor.step(loss)
+    monitor.close()
+    assert monitor.grade is not None
+    assert (monitor.grade.grade, monitor.grade.alert) == (None, "undefined")
+    assert not monitor._recorder.failures
+    assert Run.open(tmp_path / "run").scan("signals").collect().height > 10
+
+
+def test_low_precision_activations_are_measured_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    grades = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        twin = copy.deepcopy(model).to(dtype)
+        run = tmp_path / str(dtype)
+        monitor = GradeMonitor(twin, run=run, every=1, probe=windows(4)[:, :-1])
+        loss = next_byte_loss(twin, windows(4))
+        loss.backward()
+        monitor.step(loss)
+        monitor.close()
+        assert not monitor._recorder.failures
+        assert monitor.grade is not None
+        grades[dtype] = monitor.grade.ratio
+    assert grades[torch.bfloat16] == pytest.approx(grades[torch.float32], abs=0.01)
+
+
+def test_failing_probe_and_hooks_never_reach_the_loop(tmp_path: Path, monkeypatch: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("auditor.record.capture._take", broken)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1, probe=broken)
+    for _ in range(3):
+        loss = next_byte_loss(model, windows(4))
+        loss.backward()
+        monitor.step(loss)
+    monitor.close()
+    assert sum(monitor._recorder.failures.values()) > 3
+    assert Run.open(tmp_path / "run").gaps()
+
+
+def test_per_sample_losses_lie_with_their_exposures(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    data = TensorDataset(windows(12))
+    loader = AuditedSampler(DataLoader(data, batch_size=4, shuffle=True), run=tmp_path / "run")
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=100)
+    expected = []
+    for (batch,) in loader:
+        logits = model(batch[:, :-1]).transpose(1, 2)
+        each = F.cross_entropy(logits, batch[:, 1:], reduction="none").mean(dim=1)
+        each.mean().backward()
+        monitor.step(each.mean(), sample_loss=each)
+        expected += each.tolist()
+    monitor.close()
+    table = Run.open(tmp_path / "run").scan("exposures").collect()
+    np.testing.assert_allclose(table["loss"], expected, rtol=1e-6)
+
+
+def test_device_copies_are_read_where_they_are_needed() -> None:
+    """The path that CUDA takes asynchronously gives the same arrays on the CPU."""
+    tensor = torch.randn(4, 3)
+    np.testing.assert_array_equal(_to_host(tensor)(), tensor.numpy())
+    model = GPT(GPTConfig(n_positions=T))
+    with capturing(find_blocks(model), _fail) as captured, torch.no_grad():
+        model(windows(3)[:, :-1])
+    fetched = _fetched(captured)
+    assert {layer for layer, _ in fetched["positions"].items()} == {-1, 0, 1}
+    assert dict(fetched["samples"].items())[1].shape == (3, 64)
+
+
+def _fail(place: str, error: Exception) -> None:
+    raise AssertionError(place) from error
