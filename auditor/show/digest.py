@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -110,7 +110,7 @@ def is_data_cause(suspects: list[dict[str, Any]]) -> bool:
     return any(row["level"] == "source" and row["verdict"] == "blamed" for row in suspects)
 
 
-def blaming(explanation: Explanation) -> list[Mapping[str, Any]]:
+def blaming(explanation: Explanation) -> list[dict[str, Any]]:
     """Sources blamed, by event, each with the strongest of its features."""
     rows = explanation.suspects.filter(
         (pl.col("level") == "source") & (pl.col("verdict") == "blamed")

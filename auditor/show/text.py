@@ -65,5 +65,5 @@ def encodable(text: str, encoding: str | None) -> str:
     """The text with what the terminal's encoding lacks replaced: a log file may be ASCII."""
     if encoding is None or encoding.lower().replace("-", "").startswith("utf"):
         return text
-    plain = text.replace("…", "...").replace("×", "x")
+    plain = text.replace("…", "...")
     return plain.encode(encoding, "replace").decode(encoding)

@@ -39,18 +39,16 @@ def is_number(value: Any) -> bool:
 
 def number(value: float | None) -> str:
     """Three significant digits: ``0.0123``, ``12.3``, ``3,733``."""
-    if not is_number(value):
+    if value is None or not is_number(value):
         return NOT_AVAILABLE
-    assert value is not None
     if abs(value) >= 1e6:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
-    if not is_number(value):
+    if value is None or not is_number(value):
         return NOT_AVAILABLE
-    assert value is not None
     if value == 0:
         return "0%"
     return f"{value:.2%}" if abs(value) < 0.01 else f"{value:.1%}"
@@ -64,9 +62,10 @@ def chance(value: float | None) -> str:
 
 
 def deviations(value: float | None) -> str:
-    if not is_number(value):
+    if value is None or not is_number(value):
         return NOT_AVAILABLE
-    return f"{value + 0.0:.1f}".replace("-0.0", "0.0")
+    text = f"{value:.1f}"
+    return "0.0" if text == "-0.0" else text
 
 
 def grade(value: int | None) -> str:
@@ -100,12 +99,22 @@ def onset(event: Mapping[str, Any]) -> str:
     return f"at step {high}" if high - low <= 1 else f"after step {low}, by step {high}"
 
 
+def values(event: Mapping[str, Any], arrow: str = "->") -> str:
+    """The signal before an event and at its worst."""
+    return f"{number(event['before'])} {arrow} {number(event['after'])}"
+
+
+def grades(event: Mapping[str, Any], arrow: str = "->") -> str:
+    """The grade before an event and at its worst; empty where there is none."""
+    if event["grade_before"] is None and event["grade_after"] is None:
+        return ""
+    return f"{grade(event['grade_before'])} {arrow} {grade(event['grade_after'])}"
+
+
 def course(event: Mapping[str, Any]) -> str:
     """Before and after of an event, and what became of its grade."""
-    values = f"{number(event['before'])} -> {number(event['after'])}"
-    if event["grade_before"] is None and event["grade_after"] is None:
-        return values
-    return f"{values}, grade {grade(event['grade_before'])} -> {grade(event['grade_after'])}"
+    graded = grades(event)
+    return values(event) + (f", grade {graded}" if graded else "")
 
 
 def recovery(event: Mapping[str, Any]) -> str:
