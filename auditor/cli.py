@@ -19,6 +19,7 @@ from auditor.errors import AuditorError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from auditor.clean.from_run import RunData
     from auditor.clean.manifest import Manifest
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -195,14 +196,15 @@ def dedupe(
         content=content,
         on_error=on_error,
     )
+    data: RunData | None = None
     if len(inputs) == 1 and (Path(inputs[0]) / "run.json").is_file():
         if run is not None:
             raise ValueError("--run names the run of given shards; here INPUT is a run itself")
         data = run_data(Run.open(inputs[0]), shards)
     elif shards:
         raise ValueError("--shards goes with a run as INPUT; give the shards as INPUT instead")
-    else:
-        data = run_data(Run.open(run), inputs) if run is not None else None
+    elif run is not None:
+        data = run_data(Run.open(run), inputs)
     with _bar(quiet=as_json) as progress:
         manifest = clean(
             inputs if data is None else data.shards,
@@ -275,24 +277,44 @@ def _print_manifest(console: Console, manifest: Manifest, out: Path, dry_run: bo
     from rich.markup import escape
     from rich.table import Table
 
-    counts = manifest.counts
+    counts, document = manifest.counts, manifest.document
     verb = "would be written" if dry_run else "written"
     console.print(f"{counts['rows_in']} rows in, {counts['rows_out']} rows {verb}")
     for reason in ("exact", "near", "repetition", "unreadable"):
         if counts.get(reason):
             console.print(f"  {counts[reason]:>9} dropped: {reason}")
-    table = Table("source", "rows in", "rows out", "weight", "proposed", "epochs", "projected")
+    table = Table("source", "rows in", "rows out", "weight", "epochs", "proposed", "epochs")
     for name, source in manifest.document["sources"].items():
         table.add_row(
             escape(name),
             str(source["rows_in"]),
             str(source["rows_out"]),
             f"{source['weight_before']:.1%}",
+            f"{source['projected_epochs_at_old_weight']:.2f}",
             f"{source['weight']:.1%}",
-            f"{source['projected_epochs_before']:.1f}",
-            f"{source['projected_epochs']:.1f}",
+            f"{source['projected_epochs']:.2f}",
         )
     console.print(table)
+    for note in _notes(document):
+        console.print(note, markup=False)
     if not dry_run:
         console.print(f"{out / 'manifest.json'}", soft_wrap=True, markup=False)
         console.print(f"Check it at any time: auditor verify {out}", soft_wrap=True, markup=False)
+
+
+def _notes(document: dict[str, Any]) -> Iterator[str]:
+    """What a reader of the counts should know as well."""
+    if document["counts"].get("without_content"):
+        yield f"{document['counts']['without_content']} rows without content were kept unread."
+    if document["ignored"]:
+        yield f"Not read, since no data format of ours: {', '.join(document['ignored'][:5])}"
+    if document["capped_buckets"]["n_buckets"]:
+        yield (
+            f"{document['capped_buckets']['n_buckets']} hot buckets were capped: some pairs were "
+            "not compared, and a second pass may drop more."
+        )
+    if not document["mix"]["feasible"]:
+        yield (
+            "All sources together hold too few rows for the repetition budget: every source would "
+            "be repeated equally often. Add data, or train on fewer samples."
+        )

@@ -257,7 +257,8 @@ def _sources(
             "rows_out": int(rows_out[i]),
             "weight_before": weight,
             "weight": mix.weights[name] if mix else 0.0,
-            "projected_epochs_before": weight * consumed / int(rows_in[i]),
+            # What cleaning alone would do: fewer rows, drawn as often as before.
+            "projected_epochs_at_old_weight": weight * consumed / max(1, int(rows_out[i])),
             "projected_epochs": mix.projected_epochs[name] if mix else 0.0,
         }
     return table, {

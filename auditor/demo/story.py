@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import polars as pl
+from datasets import disable_progress_bars
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -63,6 +64,7 @@ def tell(
     if steps < MIN_STEPS:
         raise ValueError(f"the demo needs at least {MIN_STEPS} steps, got {steps}")
     begun = time.monotonic()
+    disable_progress_bars()  # loading the cleaned shards takes no time worth showing
     _prepare(out, seed=seed, steps=steps, plant=plant, lr_spike=lr_spike)
     corpus = build(out / "data", seed=seed, steps=steps, plant=plant)
     spike_step = steps * 12 // 21 if lr_spike else None
@@ -150,7 +152,9 @@ def _introduce(console: Console, corpus: Corpus, steps: int, spike_step: int | N
     console.print(f"{DECOY} repeats passages all along, and is innocent.")
     if spike_step is not None:
         console.print(f"The learning rate is ten times too high from step {spike_step}.")
-    console.print(f"A byte-level GPT of 0.1M parameters trains {steps} steps, three times.")
+    console.print(
+        f"A byte-level GPT of 0.1M parameters is trained three times, {steps} steps each."
+    )
 
 
 @contextmanager
@@ -223,14 +227,15 @@ def _clean(out: Path, console: Console) -> Manifest:
     if not checked.ok:
         raise AuditorError("; ".join(checked.failures), path=out / "cleaned")
     console.print(f"Verified {checked.n_shards} shards against their manifest.")
-    table = Table("source", "weight", "proposed", "epochs", "projected")
+    title = "passes over the cleaned rows, at the old and at the proposed weights"
+    table = Table("source", "weight", "epochs", "proposed", "epochs", title=title)
     for name, source in manifest.document["sources"].items():
         table.add_row(
             name,
             f"{source['weight_before']:.1%}",
+            f"{source['projected_epochs_at_old_weight']:.2f}",
             f"{source['weight']:.1%}",
-            f"{source['projected_epochs_before']:.1f}",
-            f"{source['projected_epochs']:.1f}",
+            f"{source['projected_epochs']:.2f}",
         )
     console.print(table)
     return manifest
@@ -242,22 +247,28 @@ def _at_random(n_rows: int, n_removed: int, seed: int) -> list[int]:
     return [i for i in range(n_rows) if i not in removed]
 
 
-def _after_warmup(arm: Arm) -> pl.DataFrame:
+def _second_half(arm: Arm) -> pl.DataFrame:
+    """Grades once the model has formed; before, they rise in every run."""
     grades = arm.report.explanation.grades
-    return grades.filter((pl.col("alert") != "warming") & pl.col("grade").is_not_null())
+    middle = arm.report.explanation.n_steps // 2
+    return grades.filter((pl.col("step") >= middle) & pl.col("grade").is_not_null())
+
+
+def _lowest(frame: pl.DataFrame) -> int | None:
+    return min(frame["grade"].to_list(), default=None)
 
 
 def _comparison(arms: list[Arm]) -> Table:
     table = Table("", *(arm.name for arm in arms))
-    frames = [_after_warmup(arm) for arm in arms]
+    frames = [_second_half(arm) for arm in arms]
 
     def row(name: str, values: list[str]) -> None:
         table.add_row(name, *values)
 
-    row("lowest grade", [_grade(frame["grade"].min()) for frame in frames])  # type: ignore[arg-type]
-    row("last grade", [_grade(frame["grade"].last()) for frame in frames])  # type: ignore[arg-type]
-    row("lowest ratio", [f"{frame['ratio'].min():.2f}" for frame in frames])
-    alarms = [frame.filter(~pl.col("alert").is_in(["healthy"])) for frame in frames]
+    row("lowest grade, second half", [_grade(_lowest(frame)) for frame in frames])
+    row("last grade", [_grade(frame["grade"].to_list()[-1]) for frame in frames])
+    row("lowest ratio, second half", [f"{min(frame['ratio'].to_list()):.2f}" for frame in frames])
+    alarms = [frame.filter(pl.col("alert") != "healthy") for frame in frames]
     row("samples with an alert", [str(len(frame)) for frame in alarms])
     row("events", [str(len(arm.report.explanation.events)) for arm in arms])
     row("source named", [arm.report.explanation.culprit or "none" for arm in arms])
@@ -283,7 +294,7 @@ def _conclude(console: Console, before: Arm, after: Arm, *, plant: bool, lr_spik
         reason = "the learning rate was at fault" if lr_spike else "nothing was planted"
         verdict = "rightly, since" if culprit is None else "wrongly, since"
         console.print(f"The first run's report names {culprit or 'no source'}, {verdict} {reason}.")
-    ratios = [float(_after_warmup(arm)["ratio"].min()) for arm in (before, after)]  # type: ignore[arg-type]
+    ratios = [float(_second_half(arm)["ratio"].min()) for arm in (before, after)]  # type: ignore[arg-type]
     n_events = [len(arm.report.explanation.events) for arm in (before, after)]
     better = {
         "held-out loss": after.held_out < before.held_out,

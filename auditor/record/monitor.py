@@ -272,9 +272,10 @@ class GradeMonitor:
                 "value": np.nan if grade.grade is None else grade.grade,
             }
         )
+        before = self.grades[-1].alert if self.grades else ""
         self.grades.append(grade)
         self._recorder.append_signals(step, rows)
-        if grade.alert in {"danger", "watch, falling"}:
+        if grade.alert != before and grade.alert not in {"warming", "healthy"}:
             log.warning(
                 "auditor: step %d: grade S%s, ratio %.2f in block %s: %s",
                 step,

@@ -296,6 +296,7 @@ def _lanes(
                 "xref": "x", "yref": "paper", "showarrow": False, "font": {"size": 11},
                 "x": event["onset_low"] if is_late and event["onset_low"] is not None else high,
                 "xanchor": "right" if is_late else "left", "yanchor": "middle",
+                "xshift": -3 if is_late else 3,
                 "y": _fraction(top + _LANE_PX / 2, total),
             }
         )  # fmt: skip

@@ -26,7 +26,7 @@ SOURCE_COLOURS: Final = (
 DEPTH_COLOURS: Final = ("#4477aa", "#55a5b0", "#b5a83d", "#ee7733")
 """Shallow to deep; blocks in between are mixed."""
 
-BLUE, RED, PURPLE, CYAN = "#4477aa", "#ee6677", "#aa3377", "#3fa7c4"
+BLUE, RED, PURPLE = "#4477aa", "#ee6677", "#c04fa0"
 
 LOG_SPAN: Final = 100.0
 """Highest over lowest gradient norm from which its axis is logarithmic."""

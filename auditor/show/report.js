@@ -29,7 +29,9 @@
     responsive: true,
     displaylogo: false,
     doubleClick: "reset",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    // Named one by one: the library's own set has one that uploads the figure.
+    modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
+    plotlyServerURL: "",
     toImageButtonOptions: { filename: "auditor-report", scale: 2 },
   }).then(function () {
     box.setAttribute("data-drawn", "true");

@@ -123,9 +123,11 @@ def text_summary(explanation: Explanation, figure: Figure) -> str:
             f"ends at {wording.grade(last.grade)}."
         )
     for event in explanation.events.sort("event").head(20).iter_rows(named=True):
+        graded = wording.grades(event, "to")
         sentences.append(
-            f"Event {event['event']}: {wording.kind(event['kind'])} {wording.onset(event)}, "
-            f"{wording.course(event)}, {wording.recovery(event)}."
+            f"Event {event['event']}: {wording.kind(event['kind'])} {wording.onset(event)}, from "
+            f"{wording.values(event, 'to')}{', grade ' if graded else ''}{graded}, "
+            f"{wording.recovery(event)}."
         )
     if len(explanation.events) > 20:
         sentences.append(f"{len(explanation.events) - 20} more events are in the tables below.")
@@ -159,10 +161,11 @@ def _card(explanation: Explanation, episode: Episode) -> str:
         return "\n".join([*parts, "</article>"])
     suspects = digest.suspects_of_event(explanation, episode.speaker)
     if not digest.is_data_cause(suspects):
-        parts.append(f"<p><strong>{digest.NO_DATA_CAUSE}</strong> What came closest:</p>")
+        parts.append(f"<p><strong>{digest.NO_DATA_CAUSE}</strong></p>")
     least = wording.chance(explanation.smallest_p.get(episode.speaker))
+    told = "stands out" if digest.is_data_cause(suspects) else "came closest"
     caption = (
-        f"What stands out before event {episode.speaker}; smallest attainable p {least}, a source "
+        f"What {told} before event {episode.speaker}; smallest attainable p {least}, a source "
         f"stands out from |z| = {BLAME_DEVIATIONS:g}"
     )
     chosen = digest.standing_out(suspects)
@@ -281,7 +284,7 @@ def proposal_section(proposal: Proposal) -> str:
 
 
 def gaps_section(explanation: Explanation) -> str:
-    gaps = "".join(f"<li>{escape(gap, 400)}</li>" for gap in explanation.gaps)
+    gaps = "".join(f"<li>{escape_own(gap)}</li>" for gap in explanation.gaps)
     told = f"<ul>{gaps}</ul>" if gaps else "<p>None known.</p>"
     signals = explanation.signals
     if len(signals) and not (signals["kind"] == "probe").any():

@@ -20,7 +20,7 @@ from auditor.explain.attribution import BLAME_DEVIATIONS
 from auditor.explain.explanation import Explanation
 from auditor.show import digest, wording
 from auditor.show.digest import Episode, GradePoint
-from auditor.show.text import PREVIEW_CHARS, clean, encodable
+from auditor.show.text import PREVIEW_CHARS, clean, encodable, sentence
 
 _LABEL_CHARS: Final = 10
 _NAME_CHARS: Final = 40
@@ -38,7 +38,7 @@ def print_report(
     )
     steps = wording.counted(explanation.n_steps, "step")
     _line(console, "Run", f"{clean(explanation.run_id)}: {steps}, {every}", style="bold")
-    _line(console, "Verdict", clean(explanation.verdict, 2000), style="bold")
+    _line(console, "Verdict", sentence(explanation.verdict), style="bold")
     _grades(console, explanation)
     for episode in digest.episodes(explanation):
         _episode(console, explanation, episode)
@@ -48,7 +48,7 @@ def print_report(
     _proposal(console, proposal)
     _heading(console, "Gaps in the record")
     for gap in explanation.gaps:
-        _line(console, "  -", clean(gap, 400), label_chars=4)
+        _line(console, "  -", sentence(gap, 400), label_chars=4)
     if not explanation.gaps:
         _line(console, "", "none known", label_chars=2)
     if html_path is not None:
@@ -97,9 +97,9 @@ def _episode(console: Console, explanation: Explanation, episode: Episode) -> No
     else:
         _suspects(console, explanation, episode)
     if episode.diagnosis is not None:
-        cause, reason = clean(episode.diagnosis.cause), clean(episode.diagnosis.reason, 1000)
+        cause, reason = clean(episode.diagnosis.cause), sentence(episode.diagnosis.reason)
         _line(console, "  Diagnosis", f"{cause}: {reason}.", label_chars=13)
-        _line(console, "  What to do", clean(episode.diagnosis.action, 1000), label_chars=13)
+        _line(console, "  What to do", sentence(episode.diagnosis.action), label_chars=13)
 
 
 def _suspects(console: Console, explanation: Explanation, episode: Episode) -> None:
@@ -177,7 +177,7 @@ def _exposure(row: Mapping[str, Any]) -> str:
 
 
 def _proposal(console: Console, proposal: Proposal) -> None:
-    _line(console, "", clean(proposal.summary, 1000), label_chars=2)
+    _line(console, "", sentence(proposal.summary), label_chars=2)
     if not proposal.weights:
         return
     is_utf = console.encoding.lower().startswith("utf")
@@ -210,7 +210,7 @@ def _line(
     style: str = "",
 ) -> None:
     """A label and a body wrapped beside it; rich's own padding would leave trailing blanks."""
-    width = max(24, console.width - label_chars)
+    width = max(16, console.width - label_chars)
     # rich wraps at the line feeds of the body as well as at the width.
     lines = Text(encodable(body, console.encoding)).wrap(console, width)
     for i, line in enumerate(lines):

@@ -16,6 +16,9 @@ NAME_CHARS: Final = 60
 
 PREVIEW_CHARS: Final = 240
 
+SENTENCE_CHARS: Final = 2000
+"""Longest verdict, reason, action or gap shown."""
+
 _JOINERS: Final = frozenset("\u200c\u200d")  # zero width, but part of emoji and of Persian words
 
 _ESCAPE = re.compile(
@@ -53,12 +56,21 @@ def _shown(character: str) -> str:
 
 def escape(text: str | None, limit: int = NAME_CHARS) -> str:
     """Cleaned and escaped for HTML elements, attributes and plotly's HTML-like labels."""
-    return html.escape(clean(text, limit), quote=True)
+    # Two dollar signs would make plotly ask for MathJax.
+    return html.escape(clean(text, limit), quote=True).replace("$", "&#36;")
+
+
+def sentence(text: str, limit: int = SENTENCE_CHARS) -> str:
+    """Sentences of ours, cleaned: they quote names from data, which are cut where too long."""
+    words = (
+        word if len(word) <= NAME_CHARS else clean(word) for word in text[: 64 * limit].split()
+    )
+    return clean(" ".join(words), limit)
 
 
 def escape_own(text: str) -> str:
-    """Escaped for HTML and kept whole: for sentences of ours, which may quote names."""
-    return escape(text, 4000)
+    """A :func:`sentence`, escaped for HTML."""
+    return escape(sentence(text), SENTENCE_CHARS)
 
 
 def encodable(text: str, encoding: str | None) -> str:

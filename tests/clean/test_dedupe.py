@@ -223,7 +223,7 @@ def test_dedupe_projects_epochs_and_keeps_them_within_the_budget(tmp_path: Path)
     )
     entry = manifest.document["sources"]["small"]
     assert (entry["rows_in"], entry["rows_out"]) == (50, 1)
-    assert entry["projected_epochs_before"] == pytest.approx(4)
+    assert entry["projected_epochs_at_old_weight"] == pytest.approx(200)
     assert entry["projected_epochs"] == pytest.approx(4)
     assert manifest.weights == pytest.approx({"small": 0.01, "large": 0.99})
     assert manifest.document["mix"]["capped"] == ["small"]

@@ -48,7 +48,7 @@ def test_manifest_records_parents_children_and_settings(cleaned: Path) -> None:
     assert first["bytes_out"] == (cleaned / "data/1.jsonl").stat().st_size
     assert set(document["sources"]["b"]) == {
         *("rows_in", "rows_out", "weight_before", "weight"),
-        *("projected_epochs_before", "projected_epochs"),
+        *("projected_epochs_at_old_weight", "projected_epochs"),
     }
 
 

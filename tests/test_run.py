@@ -1,0 +1,155 @@
+"""Run directories as readers meet them: running, torn, older, newer, foreign, partly copied."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from auditor import AuditedSampler, GradeMonitor, Run, schema
+from auditor.demo.model import GPT, GPTConfig, next_byte_loss
+from auditor.errors import RunError, SchemaVersionError
+from auditor.explain.pipeline import explain
+from auditor.run import polars_schema
+from auditor.show.produce import produce
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short real run."""
+    run = tmp_path_factory.mktemp("recorded") / "run"
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randint(0, 256, (240, 33)))
+    loader = AuditedSampler(DataLoader(data, batch_size=8), run=run)
+    monitor = GradeMonitor(
+        model, run=run, every=2, probe=torch.randint(0, 256, (4, 33)), probe_loss=next_byte_loss
+    )
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        loss = next_byte_loss(model, batch)
+        loss.backward()
+        monitor.step(loss, optimizer=optimizer)
+        optimizer.step()
+    monitor.close()
+    return run
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def test_tables_have_the_columns_and_types_of_the_schema(run: Path) -> None:
+    opened = Run.open(run)
+    for table, columns in (
+        ("exposures", schema.EXPOSURES_JOINED),
+        ("samples", schema.SAMPLES),
+        ("signals", schema.SIGNALS),
+    ):
+        frame = opened.scan(table).collect()
+        assert frame.height > 0
+        assert dict(frame.schema) == dict(polars_schema(columns)), table
+    explain(opened)
+    for table, columns in (
+        ("composition", schema.COMPOSITION),
+        ("grades", schema.GRADES),
+        ("events", schema.EVENTS),
+        ("suspects", schema.SUSPECTS),
+    ):
+        assert dict(opened.scan(table).collect().schema) == dict(polars_schema(columns)), table
+
+
+def test_derived_tables_and_report_rebuild_identically(run: Path) -> None:
+    first = produce(Run.open(run))
+    files = {path.name: path.read_bytes() for path in (run / "derived").iterdir()}
+    assert first.html.name in files
+    shutil.rmtree(run / "derived")
+    produce(Run.open(run))
+    again = {path.name: path.read_bytes() for path in (run / "derived").iterdir()}
+    assert again == files
+
+
+def test_torn_tail_is_dropped_counted_and_reported(run: Path) -> None:
+    ledger = run / "exposures/rank-00000/attempt-0000.ledger"
+    whole = Run.open(run).scan("exposures").collect().height
+    ledger.write_bytes(ledger.read_bytes()[:-7])
+    opened = Run.open(run)
+    assert opened.scan("exposures").collect().height == whole  # the torn frame closed a step
+    assert any("attempt-0000.ledger" in gap and "torn" in gap for gap in opened.gaps())
+    states = set(opened.scan("exposures").collect()["state"])
+    assert states == {"trained", "delivered"}
+
+
+def test_growing_run_is_read_again(run: Path) -> None:
+    ledger = run / "exposures/rank-00000/attempt-0000.ledger"
+    content = ledger.read_bytes()
+    ledger.write_bytes(content[: len(content) // 2])
+    before = Run.open(run).scan("exposures").collect().height
+    ledger.write_bytes(content)
+    assert Run.open(run).scan("exposures").collect().height > before > 0
+
+
+def test_run_on_a_read_only_disk_is_explained(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("auditor.run._write_parquet", refuse)
+    monkeypatch.setattr("auditor.run.write_json", refuse)
+    assert explain(Run.open(run)).n_steps == 30
+
+
+def test_missing_and_newer_and_broken_runs_are_refused_with_what_to_do(
+    run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=r"nowhere: not a run directory.*run="):
+        Run.open(tmp_path / "nowhere")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "schema_version": 99}))
+    with pytest.raises(SchemaVersionError, match=r"version 99.*up to 1.*Upgrade"):
+        Run.open(run)
+    (run / "run.json").write_text("{")
+    with pytest.raises(RunError, match="cannot be read"):
+        Run.open(run)
+
+
+def test_unknown_table_and_view_are_named(run: Path) -> None:
+    opened = Run.open(run)
+    with pytest.raises(ValueError, match="'batches'"):
+        opened.scan("batches")
+    with pytest.raises(ValueError, match="'latest'"):
+        opened.scan("exposures", view="latest")  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="auditor report"):
+        opened.scan("events")
+
+
+@pytest.mark.parametrize("missing", ["signals", "exposures", "samples"])
+def test_partly_copied_run_is_explained_as_far_as_it_goes(run: Path, missing: str) -> None:
+    shutil.rmtree(run / missing)
+    explanation = explain(Run.open(run))
+    assert explanation.n_steps == 30
+    assert explanation.culprit is None
+    report = produce(Run.open(run))
+    assert report.html.stat().st_size > 1000
+
+
+def test_ranks_are_read_together_and_a_missing_one_is_reported(run: Path) -> None:
+    for table in ("exposures", "samples", "signals", "attempts"):
+        shutil.copytree(run / table / "rank-00000", run / table / "rank-00002")
+    attempt = run / "attempts/rank-00002/attempt-0000.json"
+    attempt.write_text(json.dumps({**json.loads(attempt.read_text()), "rank": 2}))
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "world_size": 3}))
+    opened = Run.open(run)
+    table = opened.scan("exposures").collect()
+    assert table["rank"].unique().sort().to_list() == [0, 2]
+    composition = explain(opened).composition
+    assert composition.filter(pl.col("step") == 0)["n_samples"].sum() == 16
+    assert any("ranks [1] of 3" in gap for gap in opened.gaps())
