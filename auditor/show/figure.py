@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from auditor.explain.explanation import Explanation
 from auditor.show import series, wording
 from auditor.show.panels import NEUTRAL, Panel, panels_of
-from auditor.show.text import escape
+from auditor.show.text import escape_label
 
 EVENT_COLOURS: Final[Mapping[str, str]] = {
     "input_fall": "#e69f00",
@@ -166,7 +166,7 @@ def _placed(explanation: Explanation, panels: Sequence[Panel], width: Width) -> 
     for number, (panel, (start, end)) in enumerate(zip(panels, bounds, strict=True), start=1):
         rows = _legend_rows(panel, width)
         title_y = 1 - (start - rows * _LEGEND_ROW_PX - 4) / total
-        annotations.append(_words(f"<b>{escape(panel.title, 200)}</b>", title_y, width, 13))
+        annotations.append(_words(f"<b>{escape_label(panel.title, 200)}</b>", title_y, width, 13))
         if panel.is_empty:
             sentence = _wrapped(panel.missing, width)
             annotations.append(_words(sentence, 1 - end / total, width, 12))
@@ -220,7 +220,7 @@ def _wrapped(sentence: str, width: Width) -> str:
             current = word
         else:
             current = f"{current} {word}".strip()
-    return "<br>".join(escape(one, 300) for one in [*lines, current])
+    return "<br>".join(escape_label(one, 300) for one in [*lines, current])
 
 
 def _grade_bands(explanation: Explanation) -> list[dict[str, Any]]:
@@ -292,7 +292,7 @@ def _lanes(
         is_late = high > 0.45 * last
         labels.append(
             {
-                "text": escape(f"{event['event']} {wording.kind(event['kind'])}"),
+                "text": escape_label(f"{event['event']} {wording.kind(event['kind'])}"),
                 "xref": "x", "yref": "paper", "showarrow": False, "font": {"size": 11},
                 "x": event["onset_low"] if is_late and event["onset_low"] is not None else high,
                 "xanchor": "right" if is_late else "left", "yanchor": "middle",

@@ -15,7 +15,7 @@ import polars as pl
 from auditor.explain.explanation import Explanation
 from auditor.show import series
 from auditor.show.series import Line, thin
-from auditor.show.text import escape
+from auditor.show.text import escape_label
 
 NEUTRAL: Final = "#8a8f98"
 SOURCE_COLOURS: Final = (
@@ -226,7 +226,7 @@ def _trace(line: Line, told: str, form: str, colour: str, dash: str, width: floa
     """A line with its hover text; ``told`` may name the trace as ``%{fullData.name}``."""
     x, y = thin(line.steps, line.values)
     return {
-        **_scatter(escape(line.name), x, y, colour),
+        **_scatter(escape_label(line.name), x, y, colour),
         "line": {"width": width, "color": colour, "dash": dash},
         "hovertemplate": f"{told}: %{{y:{form}}}<extra></extra>",
     }

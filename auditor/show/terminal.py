@@ -86,11 +86,11 @@ def _episode(console: Console, explanation: Explanation, episode: Episode) -> No
             f"{clean(event['signal'])}, {clean(event['measured'])}",
             wording.block(event["layer"]),
         ]
-        sentence = (
+        told = (
             f"{' | '.join(filter(None, what))}\nonset {wording.onset(event)}; "
             f"{wording.recovery(event)}\n{wording.course(event)}"
         )
-        _line(console, f"  event {event['event']}", sentence)
+        _line(console, f"  event {event['event']}", told)
     console.print()
     if episode.speaker is None:
         _line(console, "", digest.NOT_TESTED, label_chars=2)

@@ -14,6 +14,9 @@ from typing import Final
 NAME_CHARS: Final = 60
 """Longest name shown: of sources, shards, clusters, samples."""
 
+LABEL_CHARS: Final = 32
+"""Longest name in a legend of the figure."""
+
 PREVIEW_CHARS: Final = 240
 
 SENTENCE_CHARS: Final = 2000
@@ -55,9 +58,14 @@ def _shown(character: str) -> str:
 
 
 def escape(text: str | None, limit: int = NAME_CHARS) -> str:
-    """Cleaned and escaped for HTML elements, attributes and plotly's HTML-like labels."""
-    # Two dollar signs would make plotly ask for MathJax.
-    return html.escape(clean(text, limit), quote=True).replace("$", "&#36;")
+    """Cleaned and escaped for HTML elements and attributes."""
+    return html.escape(clean(text, limit), quote=True)
+
+
+def escape_label(text: str | None, limit: int = LABEL_CHARS) -> str:
+    """Cleaned and escaped for plotly, whose labels know some HTML, a few entities and MathJax."""
+    escaped = html.escape(clean(text, limit), quote=False).replace("$", "&#36;")
+    return escaped or "(no name)"
 
 
 def sentence(text: str, limit: int = SENTENCE_CHARS) -> str:
