@@ -181,7 +181,7 @@ def composition_panel(composition: series.Composition | None) -> Panel:
         trace["line"] = {"width": 0.6, "color": colour}
         traces.append({**trace, "stackgroup": "share", "fillcolor": _alpha(colour, 0.72)})
     if composition is not None and composition.width > 1:
-        title += f", mean of {composition.width} steps"
+        title += f", mean of {composition.width:,} steps"
     return Panel(
         title,
         traces,

@@ -100,7 +100,7 @@ def figure_section(explanation: Explanation, figure: Figure) -> str:
 <h2 id="course">Step by step</h2>
 <div class="controls">{variants}<button type="button" id="reset-zoom">Reset zoom</button></div>
 <figure>
-<div id="figure" role="img" aria-label="Signals, batch composition and events by step"
+<div id="figure" role="group" aria-label="Signals, batch composition and events by step"
  aria-describedby="figure-summary"></div>
 <noscript><p>The figure is drawn by the script in this file; the tables below need none.</p>
 </noscript>

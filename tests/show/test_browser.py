@@ -230,3 +230,16 @@ def test_browser_page_without_scripts_still_tells(open_page: Any) -> None:
     opened = open_page((made, explanations.NOTHING_PROPOSED))
     assert opened.page.locator("h1").inner_text() == "No event"
     opened.assert_quiet()
+
+
+def test_browser_prints_within_the_paper_and_in_light_colours(open_page: Any) -> None:
+    opened = open_page(USUAL, scheme="dark").drawn()
+    page = opened.page
+    page.set_viewport_size({"width": 720, "height": 1000})
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.wait_for_timeout(300)
+    assert page.locator("#figure .main-svg").first.bounding_box()["width"] <= 720
+    assert page.evaluate("document.documentElement.scrollWidth") <= 720
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    opened.assert_quiet()
