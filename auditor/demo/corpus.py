@@ -61,13 +61,13 @@ class Corpus:
 
 def build(folder: Path, *, seed: int, steps: int, plant: bool) -> Corpus:
     """Write the sources as ``folder/<source>.jsonl.zst``, one window of text per row."""
-    rng = np.random.default_rng([seed, 1])
     folder.mkdir(parents=True, exist_ok=True)
     # At 200 of 420 steps; earlier there would be no history after the warm-up.
     onset_step = max(160, steps * 10 // 21)
     held_out: list[str] = []
     shards = []
-    for source in WEIGHTS:
+    for number, source in enumerate(WEIGHTS):
+        rng = np.random.default_rng([seed, number])
         windows = _windows(source)
         windows = [windows[i] for i in rng.permutation(len(windows))]
         held_out += windows[:HELD_OUT_SAMPLES]
@@ -130,7 +130,7 @@ class ShardRows(Dataset):
 
 
 def _windows(source: str) -> list[str]:
-    """Whole windows of a packaged source, cut where characters end."""
+    """Distinct whole windows of a packaged source, cut where characters end."""
     packed = resources.files("auditor.demo").joinpath("data", f"{source}.txt.zst").read_bytes()
     text = zstandard.ZstdDecompressor().decompress(packed)
     windows = []
@@ -138,7 +138,8 @@ def _windows(source: str) -> list[str]:
         for start in range(0, len(passage) - WINDOW_BYTES + 1, WINDOW_BYTES):
             cut = passage[start : start + WINDOW_BYTES].decode("utf-8", "ignore")
             windows.append(cut)
-    return windows
+    # Statutes repeat their formulas; what is held out must not occur in training.
+    return list(dict.fromkeys(windows))
 
 
 def _repeated(passages: Sequence[str], n_rows: int, rng: np.random.Generator) -> list[str]:

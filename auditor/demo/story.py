@@ -242,7 +242,7 @@ def _clean(out: Path, console: Console) -> Manifest:
 
 
 def _at_random(n_rows: int, n_removed: int, seed: int) -> list[int]:
-    rng = np.random.default_rng([seed, 2])
+    rng = np.random.default_rng([seed, len(WEIGHTS)])
     removed = set(rng.choice(n_rows, size=n_removed, replace=False).tolist())
     return [i for i in range(n_rows) if i not in removed]
 

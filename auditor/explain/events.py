@@ -3,8 +3,8 @@
 Each rule reads one series of a signal over sampled steps and compares it with its own recent past,
 after the warm-up of :mod:`auditor.measure.grading`. An onset between two samples is an interval:
 (last healthy sample, first bad sample]. Events are cheap and meant to be: whether data caused one
-is for the attribution to say. Thresholds were chosen on small byte-level GPTs; `docs/events.md`
-tells which.
+is for the attribution to say. Thresholds were chosen on small byte-level GPTs, see
+`docs/attribution.md`.
 """
 
 from __future__ import annotations

@@ -51,7 +51,10 @@ class BoundedCounts:
 
 
 class DuplicationScorer:
-    """Scores batches in the order in which they were consumed."""
+    """Scores batches in the order in which they were consumed.
+
+    ``n_held_out`` counts samples whose content hash is in ``held_out``: a probe that is trained on.
+    """
 
     def __init__(self) -> None:
         self._ring = np.zeros((RING_ROWS, N_PERMUTATIONS), np.uint32)
@@ -62,6 +65,8 @@ class DuplicationScorer:
         self._slot_row = np.full((N_BANDS, n_slots), -1, np.int64)
         self._next_row = 0
         self._contents = BoundedCounts()
+        self.held_out: frozenset[int] = frozenset()
+        self.n_held_out = 0
         self._compile()
 
     def _compile(self) -> None:
@@ -125,6 +130,7 @@ class DuplicationScorer:
             dup_of,
         )
         self._next_row += n
+        self.n_held_out += sum(one in self.held_out for one in hashes)
         return {
             "position": np.asarray(positions, np.int32),
             "dup_batch": dup_batch,

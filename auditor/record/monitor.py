@@ -51,7 +51,8 @@ class GradeMonitor:
         model: the model, wrapped or not; its transformer blocks are found by structure.
         run: the run directory, shared with the ``AuditedSampler`` on the same path.
         probe: a held-out batch, or a callable that returns one, measured on sampled steps in
-            evaluation mode without gradients. Without it the run is live-only.
+            evaluation mode without gradients. Without it the run is live-only. Its samples must not
+            be trained on: token samples of equal content are counted as a gap of the record.
         probe_loss: ``probe_loss(model, probe)`` runs the model on the probe and returns its loss.
             By default the model is called on the probe (``**`` of a mapping, ``*`` of a tuple) and
             the loss is the output's ``loss`` where it has one.
@@ -101,6 +102,7 @@ class GradeMonitor:
                 "torch": torch.__version__,
             }
         )
+        self._recorder.hold_out(_token_rows(probe))
         self._arm()
 
     @property
@@ -372,6 +374,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+
+
+def _token_rows(probe: Any) -> list[np.ndarray]:
+    """The token samples of a probe batch, where it is one: [T] each."""
+    ids = probe.get("input_ids") if isinstance(probe, Mapping) else probe
+    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+        return list(ids.cpu().numpy())
+    return []
 
 
 def _gradient_norm(model: nn.Module) -> Tensor | None:

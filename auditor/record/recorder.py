@@ -27,6 +27,7 @@ import torch
 
 from auditor.attempt import Attempt, open_attempt
 from auditor.ledger import Frame, LedgerReader, LedgerWriter
+from auditor.measure.sketch import exact_hash_tokens
 from auditor.record.duplication import BoundedCounts, DuplicationScorer
 from auditor.record.identity import Described, n_tokens_of, preview_of
 from auditor.record.tagging import Tag
@@ -138,6 +139,10 @@ class Recorder:
         if state == "delivered":
             self._pending.append(batch)
         self.submit(functools.partial(self._write_batch, batch, tag, state), what="batches")
+
+    def hold_out(self, samples: Sequence[np.ndarray]) -> None:
+        """Token samples that training must not contain; those it does contain are counted."""
+        self._scorer.held_out |= frozenset(exact_hash_tokens(sample) for sample in samples)
 
     def drawn(self, indices: Sequence[int]) -> None:
         """A sampler drew these indices; whether they arrive is not known to it."""
@@ -321,6 +326,8 @@ class Recorder:
             self.counts["unscored_samples"] += len(described.keys)
             return
         scores = self._scorer.score(batch, described.keys, [o.content for o in described.located])
+        if self._scorer.n_held_out:
+            self.counts["probe_samples_in_training"] = self._scorer.n_held_out
         if scores:
             self._append("exposures", Frame("scores", {"batch": batch}, scores))
 

@@ -324,6 +324,17 @@ def test_per_sample_losses_lie_with_their_exposures(tmp_path: Path) -> None:
     np.testing.assert_allclose(table["loss"], expected, rtol=1e-6)
 
 
+def test_probe_that_is_trained_on_is_reported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    data = windows(16)
+    loader = AuditedSampler(DataLoader(TensorDataset(data), batch_size=8), run=tmp_path / "run")
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=100, probe=data[3:6])
+    list(loader)
+    monitor.close()
+    assert any("3 probe samples in training" in gap for gap in Run.open(tmp_path / "run").gaps())
+
+
 def test_device_copies_are_read_where_they_are_needed() -> None:
     """The path that CUDA takes asynchronously gives the same arrays on the CPU."""
     tensor = torch.randn(4, 3)
