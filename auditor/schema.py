@@ -71,7 +71,7 @@ SIGNALS: Final[Mapping[str, str]] = {
     "layer": "i32",  # block number from 0; -1 is the embedding; null where there is none
     "head": "i32",  # null: over all heads
     "segment": "str",  # part of the sequence, null: all of it
-    "variant": "str",  # raw or centred for ranks; null where there is one form only
+    "variant": "str",  # raw, centred or column for ranks; null where there is one form only
     "signal": "str",  # see SIGNAL_NAMES
     "value": "f64",  # null where undefined (a zero matrix has no rank ratio)
     "n_rows": "i32",  # rows the rank was computed from; different n_rows are never compared
@@ -104,8 +104,8 @@ GRADES: Final[Mapping[str, str]] = {
 EVENTS: Final[Mapping[str, str]] = {
     "event": "i32",  # number in order of onset
     "episode": "i32",  # events that follow one another without recovery share one
-    "kind": "str",  # grade_drop, ratio_fall, input_fall, loss_spike, grad_spike, probe_loss_rise,
-    #                 non_finite
+    "kind": "str",  # input_fall, ratio_fall, grade_drop, probe_loss_rise, entropy_fall, loss_spike,
+    #                 grad_spike, non_finite
     "signal": "str",
     "measured": "str",  # live, probe or step
     "layer": "i32",

@@ -91,11 +91,12 @@ def _verdict(
         & (pl.col("verdict") == "blamed")
     ).row(0, named=True)
     event = events.row(row["event"], named=True)
+    what = {"duplication": "near-duplicates", "repetition": "repetition inside samples"}
     return (
-        f"{counted}; the first to blame is {culprit}: its {row['feature']} rose from "
-        f"{row['control']:.1%} to {row['exposure']:.0%} of the samples, {row['z']:.0f} robust "
-        f"deviations, within the {row['lag']} steps up to the onset at step "
-        f"{event['onset_high']}. This is an association; a replay would show the cause."
+        f"{counted}; the first to blame is {culprit}: {what[row['feature']]} from it rose from "
+        f"{row['control']:.1%} to {row['exposure']:.0%} of what was consumed "
+        f"({row['z']:.0f} robust deviations) at the onset by step {event['onset_high']}. "
+        "This is an association; a replay would show the cause."
     )
 
 
