@@ -83,6 +83,8 @@ SIGNAL_NAMES: Final[Mapping[str, str]] = {
     "value_rank": "rank ratio of the attention values, rows are positions",
     "entropy_mean": "attention entropy in nats, mean over heads",
     "entropy_min": "attention entropy in nats, lowest head",
+    "entropy_normalised": "attention entropy over the log of the visible keys, mean over heads",
+    "entropy_no_sink": "attention entropy in nats without the first key, mean over heads",
     "max_logit": "largest attention logit over heads, queries and keys",
     "loss": "training loss of the step",
     "probe_loss": "loss on the held-out probe batch: rises when the model is harmed",

@@ -34,12 +34,12 @@ ENTROPY_QUERIES: Final = 32
 """Samples and queries an attention entropy is taken over; all heads."""
 
 
-@dataclass
-class Attention:
-    """Per head [H], float32 on the model's device."""
+ATTENTION: Final = ("entropy", "entropy_normalised", "entropy_no_sink", "max_logit")
+"""Rows of what is captured of an attention, each per head.
 
-    entropy: Tensor
-    max_logit: Tensor | None
+Entropy in nats; divided by the log of the number of visible keys, so that lengths compare; in nats
+with the first key left out, which many heads rest on; and the largest logit.
+"""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Captured:
     positions: dict[int, Tensor] = field(default_factory=dict)  # [n, D]
     samples: dict[int, Tensor] = field(default_factory=dict)  # [B, D], mean over positions
     values: dict[int, Tensor] = field(default_factory=dict)  # [n, H * head width]
-    attention: dict[int, Attention] = field(default_factory=dict)
+    attention: dict[int, Tensor] = field(default_factory=dict)  # [len(ATTENTION), H]
     n_samples: int = 0
 
 
@@ -172,12 +172,10 @@ class _AttentionMode(TorchFunctionMode):
 
     def _softmax(self, logits: Tensor, probabilities: Tensor) -> None:
         assert self.layer is not None
-        p = probabilities.detach()[:ENTROPY_SAMPLES]
-        p = p[:, :, _query_index(p.shape[2], p.device)].float()
-        finite = logits.detach()[:ENTROPY_SAMPLES].float()
-        self._captured.attention[self.layer] = Attention(
-            _entropy(p), finite.amax(dim=(0, 2, 3)) if finite.ndim == 4 else None
-        )
+        index = _query_index(logits.shape[2], logits.device)
+        sampled = logits.detach()[:ENTROPY_SAMPLES].index_select(2, index).float()
+        p = probabilities.detach()[:ENTROPY_SAMPLES].index_select(2, index).float()
+        self._captured.attention[self.layer] = _statistics(p, sampled)
 
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
@@ -188,9 +186,27 @@ def _query_index(n_queries: int, device: torch.device) -> Tensor:
     return torch.arange(n, device=device) * n_queries // n
 
 
-def _entropy(p: Tensor) -> Tensor:
-    """Entropy in nats of attention rows [B, H, Q, K], mean over samples and queries: [H]."""
-    return torch.special.entr(p).sum(dim=-1).mean(dim=(0, 2))
+def _statistics(p: Tensor, logits: Tensor) -> Tensor:
+    """Rows of ``ATTENTION`` from probabilities and logits [B, H, Q, K]: [4, H].
+
+    Means over samples and queries. A query that sees one key has no entropy to lose: it is left out
+    of the normalised form, and of the form without the sink when that key is the sink.
+    """
+    entropy = torch.special.entr(p).sum(dim=-1)
+    n_visible = (p > 0).sum(dim=-1)
+    normalised = torch.where(n_visible > 1, entropy / n_visible.clamp(min=2).log(), math.nan)
+    rest = p[..., 1:]
+    total = rest.sum(dim=-1, keepdim=True)
+    no_sink = torch.special.entr(rest / total.clamp(min=1e-12)).sum(dim=-1)
+    no_sink = torch.where(total[..., 0] > 0, no_sink, math.nan)
+    return torch.stack(
+        [
+            entropy.mean(dim=(0, 2)),
+            normalised.nanmean(dim=(0, 2)),
+            no_sink.nanmean(dim=(0, 2)),
+            logits.amax(dim=(0, 2, 3)),
+        ]
+    )
 
 
 def attention_of(
@@ -200,8 +216,8 @@ def attention_of(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-) -> Attention:
-    """Entropy and largest logit per head, recomputed from q [B, H, T, d] and k [B, G, T, d].
+) -> Tensor:
+    """Rows of ``ATTENTION`` per head [4, H], recomputed from q [B, H, T, d] and k [B, G, T, d].
 
     Fused kernels never show their probabilities; a few samples and queries are enough. With
     grouped queries (G < H) each key head serves H / G query heads.
@@ -225,4 +241,4 @@ def attention_of(
         )
         mask = mask[:ENTROPY_SAMPLES].index_select(2, index)
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-    return Attention(_entropy(logits.softmax(dim=-1)), logits.amax(dim=(0, 2, 3)))
+    return _statistics(logits.softmax(dim=-1), logits)

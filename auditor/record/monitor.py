@@ -18,7 +18,7 @@ from auditor.measure.grading import Grade, Grader
 from auditor.measure.spectrum import VARIANTS, rank_ratio
 from auditor.record.capture import Captured, capturing
 from auditor.record.recorder import Recorder, recorder_for
-from auditor.record.sites import eager, find_blocks
+from auditor.record.sites import eager, find_blocks, is_compiled
 
 log = logging.getLogger("auditor")
 
@@ -78,6 +78,7 @@ class GradeMonitor:
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every!r}")
+        self._wrapped = model
         self._model = eager(model)
         self.sites = find_blocks(self._model)
         if not self.sites:
@@ -200,19 +201,27 @@ class GradeMonitor:
     # -- the live forward ------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """Capture the next training forward of the model, then take the hooks off."""
+        """Capture the next training forward of the model, then take the hooks off.
+
+        A compiled model is left alone: its calls do not pass our hooks, or would be compiled again
+        because of them.
+        """
         self._disarm()
+        if is_compiled(self._wrapped):
+            return
         stack = contextlib.ExitStack()
 
         def before(module: nn.Module, args: Any) -> None:
-            if not module.training or not torch.is_grad_enabled():
-                return  # a side call in evaluation mode is not the training batch
+            if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+                return  # compiled later, or a side call in evaluation mode: not a training batch
             try:
                 self._live = stack.enter_context(capturing(self.sites, self._recorder.failed))
             except Exception as error:
                 self._recorder.failed("capture", error)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if self._live is not None:
                 stack.close()
                 self._disarm()
@@ -236,6 +245,7 @@ class GradeMonitor:
             with (
                 _evaluating(self._model),
                 torch.no_grad(),
+                torch.compiler.set_stance("force_eager"),
                 capturing(self.sites, self._recorder.failed) as captured,
             ):
                 if self._probe_loss is not None:
@@ -314,11 +324,13 @@ class GradeMonitor:
             for layer, matrix in matrices.items():
                 value = rank_ratio(matrix, "centred")
                 yield row(signal, layer, value, variant="centred", n_rows=len(matrix))
-        for layer, (entropy, max_logit) in captured["attention"].items():
+        for layer, heads in captured["attention"].items():
+            entropy, normalised, no_sink, max_logit = heads
             yield row("entropy_mean", layer, float(entropy.mean()))
             yield row("entropy_min", layer, float(entropy.min()), head=int(entropy.argmin()))
-            if max_logit is not None:
-                yield row("max_logit", layer, float(max_logit.max()), head=int(max_logit.argmax()))
+            yield row("entropy_normalised", layer, float(normalised.mean()))
+            yield row("entropy_no_sink", layer, float(no_sink.mean()))
+            yield row("max_logit", layer, float(max_logit.max()), head=int(max_logit.argmax()))
 
     # -- per-step scalars ------------------------------------------------------------------
 
@@ -419,18 +431,11 @@ def _fetched(captured: Captured) -> dict[str, Any]:
     def fetch_all(tensors: Mapping[int, Tensor]) -> _Deferred:
         return _Deferred({layer: _to_host(tensor) for layer, tensor in tensors.items()})
 
-    def fetch_attention(one: Any) -> Callable[[], tuple[np.ndarray, np.ndarray | None]]:
-        entropy = _to_host(one.entropy)
-        max_logit = None if one.max_logit is None else _to_host(one.max_logit)
-        return lambda: (entropy(), None if max_logit is None else max_logit())
-
     return {
         "positions": fetch_all(captured.positions),
         "samples": fetch_all(captured.samples),
         "values": fetch_all(captured.values),
-        "attention": _Deferred(
-            {layer: fetch_attention(one) for layer, one in captured.attention.items()}
-        ),
+        "attention": fetch_all(captured.attention),
     }
 
 

@@ -28,6 +28,18 @@ def eager(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of the model go through ``torch.compile``, where hooks do not fire."""
+    while True:
+        if getattr(model, "_orig_mod", None) is not None:
+            return True
+        inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
 def find_blocks(model: nn.Module) -> Sequence[Site]:
     """The transformer blocks in order: the ModuleList that holds most of the parameters.
 

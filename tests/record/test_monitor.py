@@ -19,7 +19,7 @@ from auditor import AuditedSampler, GradeMonitor, Run
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.explain.grades import grades_of
 from auditor.measure.spectrum import attention_entropy
-from auditor.record.capture import attention_of, capturing
+from auditor.record.capture import ATTENTION, attention_of, capturing
 from auditor.record.monitor import _fetched, _to_host
 from auditor.record.sites import find_blocks
 
@@ -170,8 +170,20 @@ def test_attention_entropy_follows_what_sdpa_was_given(form: str) -> None:
     identity = torch.eye(16).expand(3, k.shape[1], 16, 16)
     p = F.scaled_dot_product_attention(q, k, identity, **options)
     options.pop("enable_gqa", None)
-    found = attention_of(q, k, **options).entropy.numpy()
-    np.testing.assert_allclose(found, attention_entropy(p.numpy()).mean(axis=0), atol=1e-5)
+    found = dict(zip(ATTENTION, attention_of(q, k, **options).numpy(), strict=True))
+    p = p.double().numpy()
+    by_query = -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
+    np.testing.assert_allclose(found["entropy"], by_query.mean(axis=(0, 2)), atol=1e-5)
+    n_visible = (p > 0).sum(axis=-1)
+    normalised = np.where(n_visible > 1, by_query / np.log(np.maximum(n_visible, 2)), np.nan)
+    np.testing.assert_allclose(
+        found["entropy_normalised"], np.nanmean(normalised, axis=(0, 2)), atol=1e-5
+    )
+    rest = p[..., 1:] / np.where(p[..., 1:].sum(-1) > 0, p[..., 1:].sum(-1), np.nan)[..., None]
+    no_sink = -(rest * np.log(np.where(rest > 0, rest, 1))).sum(axis=-1)
+    np.testing.assert_allclose(
+        found["entropy_no_sink"], np.nanmean(no_sink, axis=(0, 2)), atol=1e-5
+    )
 
 
 def test_attention_written_out_with_softmax_is_seen_too() -> None:
@@ -194,7 +206,7 @@ def test_attention_written_out_with_softmax_is_seen_too() -> None:
             x = block(x)
     for layer, block in enumerate(blocks):
         expected = attention_entropy(block.p.detach().numpy()).mean(axis=0)
-        np.testing.assert_allclose(captured.attention[layer].entropy, expected, atol=1e-5)
+        np.testing.assert_allclose(captured.attention[layer][0], expected, atol=1e-5)
 
 
 def test_blocks_are_found_by_structure() -> None:
@@ -322,6 +334,47 @@ def test_per_sample_losses_lie_with_their_exposures(tmp_path: Path) -> None:
     monitor.close()
     table = Run.open(tmp_path / "run").scan("exposures").collect()
     np.testing.assert_allclose(table["loss"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "in place"])
+def test_compiled_model_trains_as_without_the_monitor_and_is_graded_on_the_probe(
+    how: str, tmp_path: Path
+) -> None:
+    def losses(run: Path | None) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = GPT(GPTConfig(n_positions=T))
+        monitor = None
+        compiled = model
+        if how == "before":
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+        elif how == "in place":
+            model.compile(backend="eager", fullgraph=True)
+        if run is not None:
+            monitor = GradeMonitor(
+                compiled, run=run, every=2, probe=windows(4), probe_loss=next_byte_loss
+            )
+        if how == "after":
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for i in range(6):
+            optimizer.zero_grad()
+            loss = next_byte_loss(compiled, windows(4, seed=i))
+            loss.backward()
+            if monitor is not None:
+                monitor.step(loss, optimizer=optimizer)
+            optimizer.step()
+            found.append(loss.item())
+        if monitor is not None:
+            monitor.close()
+            assert not monitor._recorder.failures
+        return found
+
+    assert losses(tmp_path / "run") == losses(None)
+    ranks = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "token_rank")
+    steps = ranks.filter(pl.col("kind") == "probe").collect()["step"].unique().sort().to_list()
+    assert steps == [0, 2, 4]
 
 
 def test_probe_that_is_trained_on_is_reported(tmp_path: Path) -> None:
