@@ -13,6 +13,8 @@ baseline blames the source with most samples in the two batches before the first
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default 5)")
     parser.add_argument("--first-seed", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
     arguments = parser.parse_args()
     from auditor.demo.corpus import PLANTED
 
@@ -65,10 +68,14 @@ def main() -> int:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(arguments.jobs) as pool,
+        ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool,
     ):
         futures = [pool.submit(one_run, kind, seed, folder) for kind in KINDS for seed in seeds]
         results = [future.result() for future in futures]
+    if arguments.json:
+        names = ("kind", "seed", "culprit", "baseline", "episodes")
+        print(json.dumps([dict(zip(names, result, strict=True)) for result in results]))
+        return 0
     print(f"{'kind':10}{'seed':>6}  {'report names':14}{'baseline names':16}{'episodes':>8}")
     for kind, seed, culprit, baseline, episodes in results:
         print(f"{kind:10}{seed:>6}  {culprit or '-':14}{baseline or '-':16}{episodes:>8}")
