@@ -53,6 +53,9 @@ MODEL_SIDE: Final = ("ratio_fall", "grade_drop", "probe_loss_rise", "entropy_fal
 MIN_EXPOSURES: Final = 2
 """A cluster, shard or sample seen once before an event is no evidence."""
 
+CLUSTER_STEPS: Final = 1000
+"""Clusters are linked, and compared with controls, over this many steps before the lookback."""
+
 N_NAMED: Final = 5
 """Clusters, shards and samples named per source."""
 
@@ -339,10 +342,13 @@ def _named(
         pl.col("source").fill_null(UNKNOWN_SOURCE)
     )
     n_window = _count(trained, window)
+    first = max(control[0], window[0] - CLUSTER_STEPS)
+    control = (first, control[1])
     n_control = _count(trained, control)
-    # The clusters need the links of the whole stretch up to the window's end.
     own = (
-        trained.filter((pl.col("source") == row["name"]) & (pl.col("step") <= window[1]))
+        trained.filter(
+            (pl.col("source") == row["name"]) & pl.col("step").is_between(first, window[1])
+        )
         .select("step", "key", "sample_id", "shard", "dup_of", "duplication", "repetition")
         .collect()
     )

@@ -9,8 +9,9 @@ is for the attribution to say. Thresholds were chosen on small byte-level GPTs, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -45,6 +46,7 @@ GRAD_DEVIATIONS: Final = 10.0
 GRAD_FACTOR: Final = 5.0
 HISTORY_STEPS: Final = 100
 HISTORY_SAMPLES: Final = 40
+LONG_HISTORY_SAMPLES: Final = 400
 
 EPISODE_STEPS: Final = 100
 """An event this soon after the last sign of the one before belongs to the same episode."""
@@ -98,19 +100,18 @@ def _judged(signals: pl.DataFrame, grades: pl.DataFrame) -> Iterator[_Bad]:
     series = _mean(signals, "entropy_fall", "entropy_mean", kind)
     if series is not None:
         yield _below_share(series, ENTROPY_SHARE)
-    for event, signal in (("loss_spike", "loss"), ("grad_spike", "grad_norm")):
+    for event, signal, spikes in (
+        ("loss_spike", "loss", _loss_spikes),
+        ("grad_spike", "grad_norm", _gradient_spikes),
+    ):
         series = _one(signals, event, signal, "step")
         if series is None:
             continue
         finite = np.isfinite(series.values)
         if not finite.all():
-            yield _Bad(
-                _Series("non_finite", signal, "step", None, series.steps, series.values),
-                ~finite,
-                np.full(len(finite), np.nan),
-                lower_is_worse=False,
-            )
-        yield _spiking(series)
+            undefined = np.full(len(finite), np.nan)
+            yield _Bad(replace(series, kind="non_finite"), ~finite, undefined, lower_is_worse=False)
+        yield spikes(series)
     if len(grades):
         yield _alarming(grades)
 
@@ -209,59 +210,68 @@ def _above_best(series: _Series, rise: float) -> _Bad:
     return _Bad(series, _twice(series.values >= best + rise), best, lower_is_worse=False)
 
 
-def _history(
-    series: _Series, n: int, excluded: NDArray[np.bool_], i: int
-) -> tuple[float, float] | None:
-    """Median and robust deviation of the last n good warm samples before i."""
-    good = np.flatnonzero(~excluded[:i] & _warm(series.steps)[:i] & np.isfinite(series.values[:i]))
-    if len(good) < MIN_BEST_SAMPLES:
-        return None
-    past = series.values[good[-n:]]
-    median = float(np.median(past))
-    return median, 1.4826 * float(np.median(np.abs(past - median)))
+def _against_history(
+    series: _Series,
+    n: int,
+    is_bad: Callable[[float, float, float], bool],
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Judge each sample by median and robust deviation of the last n good warm samples before it.
+
+    A sample called bad by ``is_bad(value, median, deviation)`` never enters the history of others.
+    """
+    bad = np.zeros(len(series.values), np.bool_)
+    normal = np.full(len(series.values), np.nan)
+    good: deque[float] = deque(maxlen=n)
+    warm = _warm(series.steps)
+    for i, value in enumerate(series.values):
+        if not np.isfinite(value):
+            continue
+        if len(good) >= MIN_BEST_SAMPLES:
+            past = np.fromiter(good, np.float64, len(good))
+            normal[i] = np.median(past)
+            deviation = 1.4826 * float(np.median(np.abs(past - normal[i])))
+            bad[i] = is_bad(value, float(normal[i]), deviation)
+        if warm[i] and not bad[i]:
+            good.append(value)
+    return bad, normal
 
 
 def _below_median(series: _Series) -> _Bad:
-    """Below the median of good samples by a margin; a bad sample never enters its own baseline."""
-    bad = np.zeros(len(series.values), np.bool_)
-    normal = np.full(len(series.values), np.nan)
-    for i in range(len(series.values)):
-        history = _history(series, HISTORY_SAMPLES, bad, i)
-        if history is not None:
-            median, deviation = history
-            normal[i] = median
-            bad[i] = series.values[i] <= median - max(INPUT_FALL, INPUT_DEVIATIONS * deviation)
+    def is_bad(value: float, median: float, deviation: float) -> bool:
+        return value <= median - max(INPUT_FALL, INPUT_DEVIATIONS * deviation)
+
+    bad, normal = _against_history(series, HISTORY_SAMPLES, is_bad)
     return _Bad(series, _twice(bad, within=2), normal, lower_is_worse=True)
 
 
 def _below_share(series: _Series, share: float) -> _Bad:
-    bad = np.zeros(len(series.values), np.bool_)
-    normal = np.full(len(series.values), np.nan)
-    for i in range(len(series.values)):
-        history = _history(series, len(series.values), bad, i)
-        if history is not None:
-            normal[i] = history[0]
-            bad[i] = series.values[i] < share * history[0]
+    bad, normal = _against_history(
+        series, LONG_HISTORY_SAMPLES, lambda value, median, _: value < share * median
+    )
     return _Bad(series, _twice(bad), normal, lower_is_worse=True)
 
 
-def _spiking(series: _Series) -> _Bad:
-    is_loss = series.kind == "loss_spike"
-    bad = np.zeros(len(series.values), np.bool_)
-    normal = np.full(len(series.values), np.nan)
-    for i in range(len(series.values)):
-        history = _history(series, HISTORY_STEPS, bad, i)
-        if history is None or not np.isfinite(series.values[i]):
-            continue
-        median, deviation = history
-        normal[i] = median
-        deviations = (series.values[i] - median) / max(deviation, 1e-3 * abs(median), 1e-12)
-        if is_loss:
-            bad[i] = deviations >= LOSS_DEVIATIONS
-        else:
-            bad[i] = deviations >= GRAD_DEVIATIONS and series.values[i] >= GRAD_FACTOR * median
-    # A gradient spike is often a single step; a loss that jumps once is one hard batch.
-    return _Bad(series, _twice(bad) if is_loss else bad, normal, lower_is_worse=False)
+def _loss_spikes(series: _Series) -> _Bad:
+    def is_bad(value: float, median: float, deviation: float) -> bool:
+        return value - median >= LOSS_DEVIATIONS * max(deviation, _least_deviation(median))
+
+    bad, normal = _against_history(series, HISTORY_STEPS, is_bad)
+    # A loss that jumps once is one hard batch.
+    return _Bad(series, _twice(bad), normal, lower_is_worse=False)
+
+
+def _gradient_spikes(series: _Series) -> _Bad:
+    def is_bad(value: float, median: float, deviation: float) -> bool:
+        deviation = max(deviation, _least_deviation(median))
+        return value - median >= GRAD_DEVIATIONS * deviation and value >= GRAD_FACTOR * median
+
+    bad, normal = _against_history(series, HISTORY_STEPS, is_bad)
+    return _Bad(series, bad, normal, lower_is_worse=False)
+
+
+def _least_deviation(median: float) -> float:
+    """A series that hardly varies must not make spikes of its last digits."""
+    return max(1e-3 * abs(median), 1e-12)
 
 
 def _alarming(grades: pl.DataFrame) -> _Bad:
