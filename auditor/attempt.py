@@ -108,10 +108,11 @@ class Attempt:
     def heartbeat(self) -> None:
         write_json(_claim_path(self.run, self.rank), _claim())
 
-    def close(self, **facts: Any) -> None:
-        """Record how the attempt ended and give the claim back."""
-        self.note(closed=time.time(), **facts)
-        _claim_path(self.run, self.rank).unlink(missing_ok=True)
+    def close(self, *, complete: bool, **facts: Any) -> None:
+        """Record how the attempt ended; give the claim back unless something still writes."""
+        self.note(closed=time.time(), complete=complete, **facts)
+        if complete:
+            _claim_path(self.run, self.rank).unlink(missing_ok=True)
 
 
 def open_attempt(run: Path, *, rank: int = 0, world_size: int = 1) -> Attempt:
@@ -173,22 +174,52 @@ def _claim_path(run: Path, rank: int) -> Path:
 
 
 def _claim() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": time.time()}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started": _process_started(os.getpid()),
+        "heartbeat": time.time(),
+    }
 
 
 def _claim_rank(run: Path, rank: int) -> None:
+    """Create the claim file, which only one process can; move a stale one out of the way first."""
     path = _claim_path(run, rank)
+    for _ in range(100):
+        temporary = path.with_name(f".claim.{uuid.uuid4().hex}")
+        write_json(temporary, _claim())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        else:
+            return
+        finally:
+            temporary.unlink()
+        holder = _read_claim(path)
+        if holder is not None and _is_alive(holder):
+            raise RunClaimedError(
+                f"rank {rank} is being written by process {holder.get('pid')} "
+                f"on {holder.get('host')}",
+                path=run,
+                remedy="Give this training its own run folder, or stop the other process",
+            )
+        stale = path.with_name(f".claim.stale.{uuid.uuid4().hex}")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(stale)
+            if _read_claim(stale) != holder:  # a rival had taken it over in between: put it back
+                with contextlib.suppress(FileExistsError):
+                    os.link(stale, path)
+            stale.unlink()
+    raise RunError("cannot be claimed", path=path, remedy="Remove this file")
+
+
+def _read_claim(path: Path) -> dict[str, Any] | None:
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        holder = None
-    if holder is not None and _is_alive(holder):
-        raise RunClaimedError(
-            f"rank {rank} is being written by process {holder['pid']} on {holder['host']}",
-            path=run,
-            remedy="Give this training its own run folder, or stop the other process",
-        )
-    write_json(path, _claim())
+    except (OSError, ValueError):
+        return None
+    return holder if isinstance(holder, dict) else None
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
@@ -202,5 +233,17 @@ def _is_alive(holder: dict[str, Any]) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    # Numbers of processes are used again, in containers at once: the same number is the same
+    # process only if it started at the same time.
+    return _process_started(pid) == holder.get("process_started")
+
+
+def _process_started(pid: int) -> str | None:
+    """Boot and start time of a process, where the system tells; None elsewhere."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{boot}:{fields[19]}"

@@ -33,11 +33,18 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except AuditorError as error:
             raise click.ClickException(str(error)) from error
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise click.ClickException(f"{where}{error.strerror or error}") from error
+
+
+@contextmanager
+def _checking() -> Iterator[None]:
+    """Arguments that the code below refuses are wrong usage; anything later would be a bug."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -80,10 +87,12 @@ def demo(out: Path, seed: int, steps: int | None, quick: bool, clean: bool, lr_s
       auditor demo --quick --seed 3
       auditor demo --lr-spike --out spike/      an event that no data caused
     """
-    from auditor.demo.story import QUICK_STEPS, STEPS, tell
+    from auditor.demo.story import MIN_STEPS, QUICK_STEPS, STEPS, tell
 
     if steps is None:
         steps = QUICK_STEPS if quick else STEPS
+    if steps < MIN_STEPS:
+        raise click.UsageError(f"the demo needs at least {MIN_STEPS} steps, got {steps}")
     tell(out, _console(), seed=seed, steps=steps, plant=not (clean or lr_spike), lr_spike=lr_spike)
 
 
@@ -187,22 +196,23 @@ def dedupe(
     from auditor.clean.from_run import run_data
     from auditor.run import Run
 
-    config = DedupeConfig(
-        threshold=threshold,
-        shingle=shingle,
-        keep=keep,
-        repetition=not keep_repetitive,
-        max_epochs=max_epochs,
-        content=content,
-        on_error=on_error,
-    )
+    with _checking():
+        config = DedupeConfig(
+            threshold=threshold,
+            shingle=shingle,
+            keep=keep,
+            repetition=not keep_repetitive,
+            max_epochs=max_epochs,
+            content=content,
+            on_error=on_error,
+        )
     data: RunData | None = None
     if len(inputs) == 1 and (Path(inputs[0]) / "run.json").is_file():
         if run is not None:
-            raise ValueError("--run names the run of given shards; here INPUT is a run itself")
+            raise click.UsageError("--run goes with shards; here INPUT is a run itself")
         data = run_data(Run.open(inputs[0]), shards)
     elif shards:
-        raise ValueError("--shards goes with a run as INPUT; give the shards as INPUT instead")
+        raise click.UsageError("--shards goes with a run; give the shards as INPUT instead")
     elif run is not None:
         data = run_data(Run.open(run), inputs)
     with _bar(quiet=as_json) as progress:

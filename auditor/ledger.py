@@ -26,6 +26,9 @@ from auditor.errors import RunError, SchemaVersionError
 from auditor.schema import RUN_VERSION
 
 MAGIC = b"AUDLEDG" + bytes([RUN_VERSION])
+NULL = -(2**31)
+"""Null in an integer column."""
+
 _PREFIX = struct.Struct("<II")
 _HEADER_LENGTH = struct.Struct("<I")
 _INTEGER_WIDTHS = (np.uint8, np.uint16, np.uint32)
@@ -95,10 +98,16 @@ class LedgerWriter:
             os.write(self._file, MAGIC)
 
     def append(self, frame: Frame) -> None:
-        """Write one frame. Raises OSError when the disk refuses it."""
+        """Write one frame, whole or not at all. Raises OSError when the disk refuses it."""
         data = memoryview(encode(frame))
-        while data:
-            data = data[os.write(self._file, data) :]
+        begin = os.lseek(self._file, 0, os.SEEK_END)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            # Half a frame would hide every frame that follows it.
+            os.ftruncate(self._file, begin)
+            raise
 
     def sync(self) -> None:
         os.fsync(self._file)
@@ -123,31 +132,30 @@ class LedgerReader:
         self.torn_bytes = 0
 
     def __iter__(self) -> Iterator[Frame]:
-        data = self.path.read_bytes()
-        if not data:  # killed between creation and the magic: an empty ledger
-            return
-        if len(data) < len(MAGIC):
-            self.torn_bytes = len(data)
-            return
-        if data[: len(MAGIC) - 1] != MAGIC[:-1]:
-            raise RunError(
-                "not a ledger file",
-                path=self.path,
-                remedy="Remove it if it does not belong to this run directory",
-            )
-        if data[len(MAGIC) - 1] > RUN_VERSION:
-            raise SchemaVersionError(
-                "ledger", path=self.path, found=data[len(MAGIC) - 1], expected=RUN_VERSION
-            )
-        offset = len(MAGIC)
-        while offset < len(data):
-            start = offset + _PREFIX.size
-            if start > len(data):
-                break
-            length, crc = _PREFIX.unpack_from(data, offset)
-            payload = data[start : start + length]
-            if len(payload) < length or zlib.crc32(payload) != crc:
-                break
-            yield _decode(payload)
-            offset = start + length
-        self.torn_bytes = len(data) - offset
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+            if len(magic) < len(MAGIC):  # killed between creation and the magic
+                self.torn_bytes = len(magic)
+                return
+            if magic[:-1] != MAGIC[:-1]:
+                raise RunError(
+                    "not a ledger file",
+                    path=self.path,
+                    remedy="Remove it if it does not belong to this run directory",
+                )
+            if magic[-1] > RUN_VERSION:
+                raise SchemaVersionError(
+                    "ledger", path=self.path, found=magic[-1], expected=RUN_VERSION
+                )
+            whole = len(MAGIC)
+            while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
+                length, crc = _PREFIX.unpack(prefix)
+                if whole + _PREFIX.size + length > size:
+                    break  # also a length that damage made absurd
+                payload = file.read(length)
+                if len(payload) < length or zlib.crc32(payload) != crc:
+                    break
+                yield _decode(payload)
+                whole += _PREFIX.size + length
+        self.torn_bytes = max(0, size - whole)

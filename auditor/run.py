@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,7 +22,7 @@ import polars as pl
 from auditor import schema
 from auditor.attempt import LEDGERS, read_run_json, write_json
 from auditor.errors import RunError
-from auditor.ledger import Frame, LedgerReader
+from auditor.ledger import NULL, Frame, LedgerReader
 
 FACTS: Final[Mapping[str, Mapping[str, str]]] = {
     "exposures": schema.EXPOSURES,
@@ -36,10 +37,14 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
 }
 View = Literal["effective", "all"]
 
-_SCORE_TYPES: Final = pl.Schema(
-    {"batch": pl.Int64, "position": pl.Int32, "dup_of": pl.Int64, "dup_run": pl.Int32}
-)
-_NULL: Final = -(2**31)  # null in an integer column of a ledger
+_SCORE_TYPES: Final = {
+    "position": np.int32,
+    "dup_batch": np.float32,
+    "dup_window": np.float32,
+    "dup_run": np.int32,
+    "dup_of": np.int64,
+    "repetition": np.float32,
+}
 _TYPES: Final[Mapping[str, Any]] = {
     "i32": pl.Int32,
     "i64": pl.Int64,
@@ -62,6 +67,7 @@ class Run:
         self.path = path
         self.facts = facts
         self.torn_bytes: dict[str, int] = {}
+        self._tables: dict[str, pl.LazyFrame] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -176,41 +182,50 @@ class Run:
         ]
 
     def _facts(self, table: str) -> pl.LazyFrame:
-        """The table from the Parquet copy when it is as old as the ledgers, else from them."""
+        """The table from the Parquet copy when it is as old as the ledgers, else from them.
+
+        Read once: what a running run adds later is for the next opening.
+        """
+        if table not in self._tables:
+            self._tables[table] = self._read_facts(table)
+        return self._tables[table]
+
+    def _read_facts(self, table: str) -> pl.LazyFrame:
         ledgers = self._ledgers(table)
         state = {str(path.relative_to(self.path)): path.stat().st_size for _, _, path in ledgers}
+        columns = dict(FACTS[table])
         copy, stamp = self.derived / f"{table}.parquet", self.derived / f"{table}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
             noted = json.loads(stamp.read_text(encoding="utf-8"))
-            if noted["ledgers"] == state and copy.exists():
+            if (noted["ledgers"], noted["columns"]) == (state, columns) and copy.exists():
                 self.torn_bytes.update(noted["torn_bytes"])
                 return pl.scan_parquet(copy)
-        columns = polars_schema(FACTS[table])
+        types = polars_schema(columns)
         parts = []
         torn: dict[str, int] = {}
         for rank, attempt, path in ledgers:
             reader = LedgerReader(path)
-            part = _BUILDERS[table](list(reader))
+            part = _BUILDERS[table](reader)
             if reader.torn_bytes:
                 torn[str(path.relative_to(self.path))] = reader.torn_bytes
             added = {"rank": rank, "attempt": attempt, "part": 0}
             part = part.with_columns(
                 pl.lit(value).alias(name) for name, value in added.items() if name in columns
             )
-            parts.append(part.select(list(columns)).cast(columns))
-        frame = pl.concat(parts) if parts else pl.DataFrame(schema=columns)
+            parts.append(part.select(list(types)).cast(types))
+        frame = pl.concat(parts) if parts else pl.DataFrame(schema=types)
         if table == "samples":
-            frame = frame.unique("key", keep="first", maintain_order=True)
+            frame = frame.unique(["attempt", "rank", "key"], keep="first", maintain_order=True)
         self.torn_bytes.update(torn)
         with contextlib.suppress(OSError):  # a run on a read-only disk is read all the same
             self.derived.mkdir(exist_ok=True)
             _write_parquet(frame, copy)
-            write_json(stamp, {"ledgers": state, "torn_bytes": torn})
+            write_json(stamp, {"ledgers": state, "columns": columns, "torn_bytes": torn})
         return frame.lazy()
 
 
 def _write_parquet(frame: pl.DataFrame, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     frame.write_parquet(temporary)
     temporary.replace(path)
 
@@ -226,7 +241,10 @@ def _rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
 
 
 def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFrame:
-    joined = exposures.join(samples.drop("preview"), on="key", how="left", maintain_order="left")
+    # A key means something inside its attempt only: the next may read another dataset.
+    joined = exposures.join(
+        samples.drop("preview"), on=["attempt", "rank", "key"], how="left", maintain_order="left"
+    )
     joined = joined.with_columns(
         pl.max_horizontal("dup_batch", "dup_window").alias("duplication"),
         pl.col("sample_id").fill_null(pl.col("key").cast(pl.String)),
@@ -234,19 +252,18 @@ def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFram
     return joined.select(list(schema.EXPOSURES_JOINED))
 
 
-def _exposures_of(frames: list[Frame]) -> pl.DataFrame:
-    keys, batches, positions, states = [], [], [], []
+def _exposures_of(frames: Iterable[Frame]) -> pl.DataFrame:
+    keys, sizes, batches, states = [], [], [], []
     closes: dict[int, tuple[int, str]] = {}
     renumbered: dict[int, int] = {}
-    scores: list[pl.DataFrame] = []
-    losses: list[pl.DataFrame] = []
+    scores: dict[str, list[np.ndarray]] = {}
+    losses: list[tuple[np.ndarray, np.ndarray]] = []
     for frame in frames:
         if frame.kind == "batch":
-            n = len(frame.columns["key"])
             keys.append(frame.columns["key"].astype(np.int64))
-            batches.append(np.full(n, frame.scalars["batch"], np.int64))
-            positions.append(np.arange(n, dtype=np.int32))
-            states += [frame.scalars["state"]] * n
+            sizes.append(len(keys[-1]))
+            batches.append(frame.scalars["batch"])
+            states.append(frame.scalars["state"])
         elif frame.kind == "close":
             for batch in frame.columns["batch"]:
                 closes[int(batch)] = (frame.scalars["step"], frame.scalars["state"])
@@ -254,62 +271,69 @@ def _exposures_of(frames: list[Frame]) -> pl.DataFrame:
             renumbered[frame.scalars["closed"]] = frame.scalars["step"]
         elif frame.kind == "scores":
             n = len(frame.columns["position"])
-            scores.append(
-                pl.DataFrame(dict(frame.columns))
-                .with_columns(pl.lit(frame.scalars["batch"]).alias("batch"))
-                .cast(_SCORE_TYPES)
-            )
+            scores.setdefault("batch", []).append(np.full(n, frame.scalars["batch"], np.int64))
+            for name, values in frame.columns.items():
+                scores.setdefault(name, []).append(values.astype(_SCORE_TYPES[name]))
         elif frame.kind == "losses":
-            losses.append(_losses_of(frame, batches))
+            losses.append((frame.columns["batch"], frame.columns["loss"]))
     if not keys:
         return pl.DataFrame(schema=polars_schema(schema.EXPOSURES))
-    rows = pl.DataFrame(
+    closed = [
+        closes.get(batch, (None, state)) for batch, state in zip(batches, states, strict=True)
+    ]
+    per_batch = pl.DataFrame(
         {
-            "batch": np.concatenate(batches),
-            "position": np.concatenate(positions),
-            "key": np.concatenate(keys),
-            "state": states,
+            "batch": pl.Series(batches, dtype=pl.Int64),
+            "step": pl.Series(
+                [None if step is None else renumbered.get(step, step) for step, _ in closed],
+                dtype=pl.Int64,
+            ),
+            "state": pl.Series([state for _, state in closed], dtype=pl.String),
         }
     )
-    closed = pl.DataFrame(
-        [(batch, renumbered.get(step, step), state) for batch, (step, state) in closes.items()],
-        schema={"batch": pl.Int64, "step": pl.Int64, "closed_state": pl.String},
-        orient="row",
+    rows = per_batch[np.repeat(np.arange(len(batches)), sizes)].with_columns(
+        key=np.concatenate(keys),
+        position=np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
     )
-    rows = rows.join(closed, on="batch", how="left", maintain_order="left")
-    rows = rows.with_columns(pl.coalesce("closed_state", "state").alias("state"))
-    for parts in (scores, losses):
-        if parts:
-            added = pl.concat(parts)
-            rows = rows.join(added, on=["batch", "position"], how="left", maintain_order="left")
+    parts = [_losses_of(losses, dict(zip(batches, sizes, strict=True)))]
+    if scores:
+        parts.append(pl.DataFrame({name: np.concatenate(v) for name, v in scores.items()}))
+    for part in parts:
+        rows = rows.join(part, on=["batch", "position"], how="left", maintain_order="left")
     types = polars_schema(schema.EXPOSURES)
-    measured = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition", "loss")
     rows = rows.with_columns(
-        pl.lit(None, dtype=types[name]).alias(name) for name in measured if name not in rows.columns
+        pl.lit(None, dtype=types[name]).alias(name)
+        for name in _SCORE_TYPES
+        if name not in rows.columns
     )
-    return rows.with_columns(
-        # Samples whose content is unknown have no scores; similar to nothing is -1.
-        pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"),
-    )
+    # Samples whose content is unknown have no scores; similar to nothing is -1.
+    return rows.with_columns(pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"))
 
 
-def _losses_of(frame: Frame, batches: list[np.ndarray]) -> pl.DataFrame:
-    """Losses of several batches, in order, laid out on (batch, position)."""
-    sizes = {int(one[0]): len(one) for one in batches if len(one)}
-    order = [int(batch) for batch in frame.columns["batch"]]
-    losses = frame.columns["loss"]
-    if sum(sizes.get(batch, 0) for batch in order) != len(losses):
+def _losses_of(
+    losses: Sequence[tuple[np.ndarray, np.ndarray]], sizes: Mapping[int, int]
+) -> pl.DataFrame:
+    """Losses of several batches at a time, in order, laid out on (batch, position)."""
+    batches, positions, values = [], [], []
+    for own, loss in losses:
+        n = [sizes.get(int(batch), 0) for batch in own]
+        if sum(n) != len(loss):
+            continue  # a batch of them was dropped, so none can be told
+        batches.append(np.repeat(own.astype(np.int64), n))
+        positions += [np.arange(size, dtype=np.int32) for size in n]
+        values.append(loss)
+    if not batches:
         return pl.DataFrame(schema={"batch": pl.Int64, "position": pl.Int32, "loss": pl.Float32})
     return pl.DataFrame(
         {
-            "batch": np.repeat(order, [sizes[batch] for batch in order]).astype(np.int64),
-            "position": np.concatenate([np.arange(sizes[b], dtype=np.int32) for b in order]),
-            "loss": losses,
+            "batch": np.concatenate(batches),
+            "position": np.concatenate(positions),
+            "loss": np.concatenate(values),
         }
     )
 
 
-def _samples_of(frames: list[Frame]) -> pl.DataFrame:
+def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:
     parts = [
         pl.DataFrame(
             {
@@ -326,7 +350,7 @@ def _samples_of(frames: list[Frame]) -> pl.DataFrame:
     return frame.with_columns(_null_where_marked("row", "n_tokens"))
 
 
-def _signals_of(frames: list[Frame]) -> pl.DataFrame:
+def _signals_of(frames: Iterable[Frame]) -> pl.DataFrame:
     columns = polars_schema(schema.SIGNALS)
     parts = [pl.DataFrame(schema=columns)]
     for frame in frames:
@@ -354,6 +378,9 @@ def _signals_of(frames: list[Frame]) -> pl.DataFrame:
             long = long.filter(pl.col("value").is_not_nan() | (pl.col("signal") == "loss"))
             parts.append(long.with_columns(pl.lit("step").alias("kind")))
     table = pl.concat(parts, how="diagonal_relaxed")
+    # A step that was discarded and tried again is measured again: the last counts.
+    whole = ["step", "signal", "kind", "site", "layer", "head", "segment", "variant"]
+    table = table.unique(whole, keep="last", maintain_order=True)
     return table.with_columns(
         pl.col("site").fill_null(""),
         pl.when((pl.col("kind") == "step") | pl.col("value").is_not_nan()).then("value"),
@@ -361,10 +388,10 @@ def _signals_of(frames: list[Frame]) -> pl.DataFrame:
 
 
 def _null_where_marked(*names: str) -> list[pl.Expr]:
-    return [pl.when(pl.col(name) != _NULL).then(name).alias(name) for name in names]
+    return [pl.when(pl.col(name) != NULL).then(name).alias(name) for name in names]
 
 
-_BUILDERS: Final[Mapping[str, Callable[[list[Frame]], pl.DataFrame]]] = {
+_BUILDERS: Final[Mapping[str, Callable[[Iterable[Frame]], pl.DataFrame]]] = {
     "exposures": _exposures_of,
     "samples": _samples_of,
     "signals": _signals_of,

@@ -19,6 +19,19 @@ MANIFEST_VERSION: Final = 1
 REPORT_VERSION: Final = 1
 """Version of the JSON that ``auditor report --json`` prints."""
 
+ID_COLUMNS: Final = ("id", "sample_id", "__key__")
+TEXT_COLUMNS: Final = ("text", "content")
+TOKEN_COLUMNS: Final = ("input_ids", "tokens")
+MASK_COLUMN: Final = "attention_mask"
+"""Columns that tell a sample and its content, the first that is there: the same when a run is
+recorded and when its shards are cleaned, so that a sample keeps its name."""
+
+UNKNOWN_SOURCE: Final = "unknown"
+"""The source of samples whose source is not known, in tables that go by source."""
+
+DUPLICATE_SIMILARITY: Final = 0.8
+"""Estimated Jaccard from which a sample counts as a near-duplicate."""
+
 STATES: Final = ("trained", "discarded", "skipped", "delivered", "drawn")
 """What became of an exposure.
 
@@ -28,6 +41,8 @@ it, no step closed over it. ``drawn``: a sampler drew it, nothing else is known.
 """
 
 SAMPLES: Final[Mapping[str, str]] = {
+    "attempt": "i32",
+    "rank": "i32",
     "key": "i64",  # the identity that travels in a batch: dataset index, or 63-bit hash of an id
     "sample_id": "str",  # the dataset's own id where it has one, else the index
     "source": "str",  # corpus
@@ -58,7 +73,7 @@ EXPOSURES_JOINED: Final[Mapping[str, str]] = {
     **{name: kind for name, kind in EXPOSURES.items() if name != "loss"},
     "duplication": "f32",  # the higher of dup_batch and dup_window
     "loss": "f32",
-    **{name: kind for name, kind in SAMPLES.items() if name not in {"key", "preview"}},
+    **{name: kind for name, kind in SAMPLES.items() if name not in {*EXPOSURES, "preview"}},
 }
 """What ``Run.scan("exposures")`` gives: exposures with the identity of their samples."""
 
@@ -139,15 +154,15 @@ SUSPECTS: Final[Mapping[str, str]] = {
     "level": "str",  # source, cluster, shard, sample
     "name": "str",
     "feature": "str",  # share, duplication, repetition
-    "exposure": "f64",  # mean share of the batch in the lookback
-    "control": "f64",  # the same in the control windows
+    "exposure": "f64",  # share of the batch in the strongest 10 steps of the lookback
+    "control": "f64",  # share over all steps before the lookback
     "lift": "f64",  # exposure / control, with half a row added to each side
     "low": "f64",  # interval of the lift
     "high": "f64",
     "z": "f64",  # robust z of the lookback against the control windows
-    "p": "f64",  # rank of the lookback among the control windows
+    "p": "f64",  # share of circular shifts that look at least as bad
     "q": "f64",  # Benjamini-Hochberg over everything tested for the event
-    "lag": "i64",  # steps from the strongest 10-step stretch to the onset
+    "lag": "i64",  # steps from the start of the strongest stretch to the onset; negative: after it
     "verdict": "str",  # blamed, coincident, ranked
 }
 

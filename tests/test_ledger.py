@@ -126,3 +126,29 @@ def test_ledger_of_a_process_killed_while_writing_is_readable(tmp_path: Path) ->
     assert numbers == list(range(len(numbers)))
     assert len(numbers) > 100
     assert reader.torn_bytes < 1000
+
+
+def test_frame_that_did_not_fit_on_the_disk_does_not_hide_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.ledger"
+    writer = LedgerWriter(path)
+    frames = [Frame("batch", {"batch": i}, {"key": np.arange(100)}) for i in range(9)]
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) < 100:
+            raise OSError(28, "No space left on device")
+        return write(file, bytes(data)[:20])  # a part of it, and then no more
+
+    for i, frame in enumerate(frames):
+        if i == 4:
+            monkeypatch.setattr(os, "write", lambda file, data: full(file, data))
+            with pytest.raises(OSError, match="No space"):
+                writer.append(frame)
+            monkeypatch.setattr(os, "write", write)
+        else:
+            writer.append(frame)
+    reader = LedgerReader(path)
+    assert [frame.scalars["batch"] for frame in reader] == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert reader.torn_bytes == 0

@@ -28,8 +28,8 @@ from auditor.demo.corpus import BATCH_SAMPLES, DECOY, PLANTED, WEIGHTS, Corpus, 
 from auditor.demo.training import EVERY, held_out_loss, train
 from auditor.demo.training import Progress as Step
 from auditor.errors import AuditorError
-from auditor.explain.composition import DUPLICATE_SIMILARITY
 from auditor.run import Run
+from auditor.schema import DUPLICATE_SIMILARITY
 from auditor.show.produce import Report, produce
 from auditor.show.terminal import print_report
 
@@ -58,11 +58,8 @@ def tell(
     """Run the whole story into ``out``; returns the arms: as it was, cleaned, at random.
 
     Raises:
-        ValueError: too few steps.
         AuditorError: ``out`` holds something that is not an earlier demo.
     """
-    if steps < MIN_STEPS:
-        raise ValueError(f"the demo needs at least {MIN_STEPS} steps, got {steps}")
     begun = time.monotonic()
     disable_progress_bars()  # loading the cleaned shards takes no time worth showing
     _prepare(out, seed=seed, steps=steps, plant=plant, lr_spike=lr_spike)

@@ -30,8 +30,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from auditor import schema
-from auditor.explain.composition import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 from auditor.run import polars_schema
+from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 
 LOOKBACK_STEPS: Final = 40
 STRETCH_STEPS: Final = 10
@@ -94,7 +94,7 @@ def suspects_of(
         is_input_first = input_came_first(episode)
         for one in found:
             start = int(steps[one.pop("stretch_start")])
-            one["lag"] = max(0, event["onset_high"] - start)
+            one["lag"] = event["onset_high"] - start
             one["verdict"] = _verdict(one, is_input_first, start <= event["onset_high"])
             rows.append({"event": event["event"], "level": "source", **one})
         window = (int(steps[windows.lookback[0]]), int(steps[windows.lookback[1] - 1]))
@@ -161,7 +161,7 @@ def shares_of(
 def windows_of(
     event: Mapping[str, Any], episode_low: int, steps: NDArray[np.int64]
 ) -> Windows | None:
-    """The lookback of an event and the history before its episode; None without enough of it.
+    """The lookback of an event and the history before it and its episode; None without enough.
 
     The lookback ends where the event shows itself: for a live signal the batch at the onset is
     measured on itself, and a second bad sample confirmed it, so it reaches one stretch further.
@@ -170,7 +170,8 @@ def windows_of(
     if event["measured"] == "live":
         end = min(end + STRETCH_STEPS, len(steps))
     start = int(np.searchsorted(steps, event["onset_low"] - LOOKBACK_STEPS, side="right"))
-    n_control = int(np.searchsorted(steps, episode_low, side="right"))
+    # Neither the lookback nor anything of the episode is among its own controls.
+    n_control = min(start, int(np.searchsorted(steps, episode_low, side="right")))
     length = end - start
     if length < STRETCH_STEPS or n_control - length < MIN_CONTROL_WINDOWS:
         return None

@@ -7,14 +7,10 @@ from typing import Final
 import polars as pl
 
 from auditor import schema
-
-DUPLICATE_SIMILARITY: Final = 0.8
-"""Estimated Jaccard from which a sample counts as a near-duplicate."""
+from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
-
-UNKNOWN_SOURCE: Final = "unknown"
 
 
 def composition_of(exposures: pl.LazyFrame) -> pl.DataFrame:

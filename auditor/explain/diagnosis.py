@@ -59,7 +59,7 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
     if "entropy_fall" in kinds:
         return Diagnosis(
             "attention",
-            "the entropy of all heads fell below half of its usual level",
+            "attention entropy, over all heads, fell below half of its usual level",
             "Check for missing QK normalisation and for the size of attention logits.",
         )
     if kinds <= {"grad_spike", "loss_spike"}:

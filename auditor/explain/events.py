@@ -90,13 +90,13 @@ def _judged(signals: pl.DataFrame, grades: pl.DataFrame) -> Iterator[_Bad]:
     for variant in ("raw", "column"):
         series = _lowest(signals, "ratio_fall", "token_rank", kind, variant)
         if series is not None:
-            yield _below_best(series, RATIO_FALL)
+            yield _beyond_best(series, RATIO_FALL, highest=True)
     series = _one(signals, "input_fall", "sample_rank", "live", layer=-1)
     if series is not None:
         yield _below_median(series)
     series = _one(signals, "probe_loss_rise", "probe_loss", "probe")
     if series is not None:
-        yield _above_best(series, PROBE_LOSS_RISE)
+        yield _beyond_best(series, PROBE_LOSS_RISE, highest=False)
     series = _mean(signals, "entropy_fall", "entropy_mean", kind)
     if series is not None:
         yield _below_share(series, ENTROPY_SHARE)
@@ -109,8 +109,10 @@ def _judged(signals: pl.DataFrame, grades: pl.DataFrame) -> Iterator[_Bad]:
             continue
         finite = np.isfinite(series.values)
         if not finite.all():
+            # With mixed precision a norm overflows now and then, and the step is skipped.
+            bad = ~finite if signal == "loss" else _twice(~finite)
             undefined = np.full(len(finite), np.nan)
-            yield _Bad(replace(series, kind="non_finite"), ~finite, undefined, lower_is_worse=False)
+            yield _Bad(replace(series, kind="non_finite"), bad, undefined, lower_is_worse=False)
         yield spikes(series)
     if len(grades):
         yield _alarming(grades)
@@ -171,11 +173,13 @@ def _mean(signals: pl.DataFrame, event: str, signal: str, kind: str) -> _Series 
 
 
 def _warm(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    return (np.arange(len(steps)) >= WARMUP_SAMPLES) & (steps - steps[0] >= WARMUP_STEPS)
+    return (np.arange(len(steps)) >= WARMUP_SAMPLES) & (steps - steps[:1] >= WARMUP_STEPS)
 
 
 def _twice(bad: NDArray[np.bool_], within: int = 1) -> NDArray[np.bool_]:
     """Bad samples with another at most ``within`` places away: one odd sample is not an event."""
+    if not len(bad):
+        return bad
     padded = np.concatenate([np.zeros(within, np.bool_), bad, np.zeros(within, np.bool_)])
     n_near = sliding_window_view(padded, 2 * within + 1).sum(axis=1)
     return bad & (n_near > 1)
@@ -186,28 +190,27 @@ def _median_of_three(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.median(np.stack([padded[:-2], padded[1:-1], padded[2:]]), axis=0)
 
 
-def _best(series: _Series, *, highest: bool) -> NDArray[np.float64]:
-    """Per sample, the best median of three in the stretch before it, warm samples only."""
+def _beyond_best(series: _Series, margin: float, *, highest: bool) -> _Bad:
+    """Samples that lie a margin beyond the best median of three of the good samples before.
+
+    The best is that of the last ``BEST_STEPS``, or of as many samples as it takes for
+    ``MIN_BEST_SAMPLES`` where they are sparse or were bad.
+    """
     smooth, warm = _median_of_three(series.values), _warm(series.steps)
-    best = np.full(len(smooth), np.nan)
-    for i in np.flatnonzero(warm):
-        start = np.searchsorted(series.steps, series.steps[i] - BEST_STEPS)
-        start = max(0, min(start, i - MIN_BEST_SAMPLES))
-        past = smooth[start:i][warm[start:i]]
-        past = past[np.isfinite(past)]
-        if len(past):
-            best[i] = past.max() if highest else past.min()
-    return best
-
-
-def _below_best(series: _Series, fall: float) -> _Bad:
-    best = _best(series, highest=True)
-    return _Bad(series, _twice(series.values <= best - fall), best, lower_is_worse=True)
-
-
-def _above_best(series: _Series, rise: float) -> _Bad:
-    best = _best(series, highest=False)
-    return _Bad(series, _twice(series.values >= best + rise), best, lower_is_worse=False)
+    bad = np.zeros(len(series.values), np.bool_)
+    best = np.full(len(series.values), np.nan)
+    good: deque[tuple[int, float]] = deque()
+    for i, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
+        while len(good) > MIN_BEST_SAMPLES and good[0][0] < step - BEST_STEPS:
+            good.popleft()
+        if good:
+            past = [one for _, one in good]
+            best[i] = max(past) if highest else min(past)
+            fall = best[i] - value if highest else value - best[i]
+            bad[i] = fall >= margin
+        if warm[i] and not bad[i] and np.isfinite(smooth[i]):
+            good.append((int(step), float(smooth[i])))
+    return _Bad(series, _twice(bad), best, lower_is_worse=highest)
 
 
 def _against_history(
@@ -283,8 +286,8 @@ def _alarming(grades: pl.DataFrame) -> _Bad:
         own["step"].to_numpy(), values,
     )  # fmt: skip
     bad = own["alert"].is_in(["watch, stable", "watch, falling", "danger"]).to_numpy()
-    normal = _best(series, highest=True) if len(values) else values
-    return _Bad(series, _twice(bad), normal, lower_is_worse=True)
+    best = _beyond_best(series, RATIO_FALL, highest=True).normal
+    return _Bad(series, _twice(bad), best, lower_is_worse=True)
 
 
 # -- from bad samples to events --------------------------------------------------------------

@@ -113,4 +113,5 @@ def _sampling_interval(grades: pl.DataFrame) -> int | None:
 def _previews(run: Run, suspects: pl.DataFrame) -> pl.DataFrame:
     names = suspects.filter(pl.col("level").is_in(["cluster", "sample"]))["name"].unique().to_list()
     samples = run.scan("samples").filter(pl.col("sample_id").is_in(names))
-    return samples.select("sample_id", "source", "preview").collect().sort("sample_id")
+    previews = samples.select("sample_id", "source", "preview").unique("sample_id", keep="first")
+    return previews.collect().sort("sample_id")

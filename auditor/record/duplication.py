@@ -37,7 +37,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 class BoundedCounts:
     """How often a key was met, in bounded memory: when full it starts over and undercounts."""
 
-    def __init__(self, limit: int = 4_000_000) -> None:
+    def __init__(self, limit: int = 500_000) -> None:
         self._limit = limit
         self._counts: dict[int, int] = {}
 

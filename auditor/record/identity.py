@@ -11,10 +11,8 @@ import torch
 
 from auditor.errors import IdentityError
 from auditor.measure.sketch import exact_hash, exact_hash_tokens
+from auditor.schema import ID_COLUMNS, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
 
-ID_COLUMNS: Final = ("sample_id", "id", "__key__")
-TEXT_COLUMNS: Final = ("text", "content")
-TOKEN_COLUMNS: Final = ("input_ids", "tokens")
 PREVIEW_CHARS: Final = 160
 
 
@@ -32,21 +30,35 @@ class Located:
     content: str | bytes | np.ndarray | torch.Tensor | None = None
     n_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        """Names become text and numbers integers, whatever scalars they came as."""
+        for name in ("sample_id", "source", "shard"):
+            object.__setattr__(self, name, _text(getattr(self, name)))
+        for name in ("row", "n_tokens"):
+            object.__setattr__(self, name, _integer(getattr(self, name)))
+        object.__setattr__(self, "content", _content(self.content))
 
-Locator = Callable[[int | None, Any], Located]
+
+Locator = Callable[[Any, Any], Located]
 """Called with a sample's dataset index (None for iterable datasets) and the raw sample."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """The samples of one batch: keys int64 [B], the rest lists of length B."""
+    """The samples of one batch: keys int64 [B], the rest lists of length B.
+
+    ``by_index``: the keys are indices of a dataset, else hashes. ``has_samples``: False where only
+    the keys are known.
+    """
 
     keys: np.ndarray
     located: list[Located]
+    by_index: bool
+    has_samples: bool = True
 
 
 def describe(
-    samples: Sequence[Any], indices: Sequence[int] | None, locator: Locator | None
+    samples: Sequence[Any], indices: Sequence[Any] | None, locator: Locator | None
 ) -> Described:
     """Locate the samples of a batch by the locator where given, then by their columns.
 
@@ -57,21 +69,29 @@ def describe(
     """
     located = []
     for position, sample in enumerate(samples):
-        index = None if indices is None else int(indices[position])
         found = _from_columns(sample)
         if locator is not None:
-            given = locator(index, sample)
+            given = locator(None if indices is None else indices[position], sample)
             found = replace(found, **{k: v for k, v in vars(given).items() if v is not None})
         located.append(found)
-    if indices is not None:
-        keys = np.asarray([int(i) for i in indices], dtype=np.int64)
+    numbers = None if indices is None else [_integer(index) for index in indices]
+    by_index = numbers is not None and None not in numbers
+    if by_index:
+        keys = np.asarray(numbers, dtype=np.int64)
+    elif indices is not None:  # a mapping: its keys are ids
+        located = [
+            one if one.sample_id is not None else replace(one, sample_id=str(index))
+            for one, index in zip(located, indices, strict=True)
+        ]
+        keys = np.asarray([_hashed_key(one) for one in located], dtype=np.int64)
     else:
         keys = np.asarray([_hashed_key(one) for one in located], dtype=np.int64)
     named = [
         one if one.sample_id is not None else replace(one, sample_id=str(key))
         for one, key in zip(located, keys, strict=True)
     ]
-    return Described(keys, named)
+    has_samples = not all(sample is None for sample in samples)
+    return Described(keys, named, by_index, has_samples)
 
 
 def _from_columns(sample: Any) -> Located:
@@ -86,32 +106,44 @@ def _from_columns(sample: Any) -> Located:
                         return holder[name]
             return None
 
-        identity = column(*ID_COLUMNS)
-        shard = column("shard", "__url__")
-        row = column("row")
-        content = column(*TEXT_COLUMNS, *TOKEN_COLUMNS)
-        mask = sample.get("attention_mask")
+        content = _content(column(*TEXT_COLUMNS, *TOKEN_COLUMNS))
+        mask = sample.get(MASK_COLUMN)
+        if mask is not None and isinstance(content, np.ndarray):
+            kept = np.asarray(mask).astype(bool)
+            if kept.shape == content.shape:
+                content = content[kept]  # padding is no content
         return Located(
-            sample_id=None if identity is None else str(identity),
-            source=_text(column("source")),
-            shard=_text(shard),
-            row=None if row is None else int(row),
-            content=_content(content),
-            n_tokens=None if mask is None else int(np.asarray(mask).sum()),
+            sample_id=column(*ID_COLUMNS),
+            source=column("source"),
+            shard=column("shard", "__url__"),
+            row=column("row"),
+            content=content,
         )
     if isinstance(sample, tuple | list) and sample:  # (input, target) pairs
         return Located(content=_content(sample[0]))
     return Located(content=_content(sample))
 
 
+def _scalar(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
 def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+    return None if value is None else str(_scalar(value))
+
+
+def _integer(value: Any) -> int | None:
+    """The value as an integer, None where it is none: a column named ``row`` may hold anything."""
+    value = _scalar(value)
+    return int(value) if isinstance(value, int | np.integer) else None
 
 
 def _content(value: Any) -> str | bytes | np.ndarray | None:
     if value is None or isinstance(value, str | bytes):
         return value
     if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            return None
         value = value.detach().cpu().numpy()
     if isinstance(value, list) and value and isinstance(value[0], int):
         value = np.asarray(value)

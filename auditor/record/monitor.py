@@ -19,6 +19,7 @@ from auditor.measure.spectrum import VARIANTS, rank_ratio
 from auditor.record.capture import Captured, capturing
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.sites import eager, find_blocks, is_compiled
+from auditor.record.transfer import fetched, to_host
 
 log = logging.getLogger("auditor")
 
@@ -86,7 +87,11 @@ class GradeMonitor:
                 f"no transformer blocks found in {type(self._model).__name__}: "
                 "expected a ModuleList of equal blocks"
             )
+        self._run = run
         self._recorder: Recorder = recorder_for(run)
+        self._closed = False
+        self._last_step: int | None = None
+        self._last_period: int | None = None
         self._probe = probe
         self._probe_loss = probe_loss
         self._every = every
@@ -95,16 +100,20 @@ class GradeMonitor:
         self._armed: list[Any] = []
         self._scalars: list[_Scalars] = []
         self.grades: list[Grade] = []
+        self._note()
+        self._arm()
+
+    def _note(self) -> None:
         self._recorder.attempt.note(
             monitor={
-                "every": every,
-                "probe": probe is not None,
+                "every": self._every,
+                "probe": self._probe is not None,
                 "blocks": [site.path for site in self.sites],
                 "torch": torch.__version__,
             }
         )
-        self._recorder.hold_out(_token_rows(probe))
-        self._arm()
+        self._recorder.hold_out(_token_rows(self._probe))
+        self._recorder.on_close.append(self._send_scalars)
 
     @property
     def grade(self) -> Grade | None:
@@ -133,16 +142,21 @@ class GradeMonitor:
                 norm is taken on sampled steps only.
             sample_loss: per-sample losses, [samples since the last step], kept with the exposures.
         """
+        if self._closed:
+            return
         try:
+            if self._recorder.closed:  # by the sampler's close(): training goes on, so do we
+                self._recorder = recorder_for(self._run)
+                self._note()
             self._step(loss, optimizer, step, grad_norm, sample_loss)
         except Exception as error:
             self._recorder.failed("GradeMonitor.step", error)
 
     def close(self) -> None:
         """Write what is waiting and give the run directory back; also done when Python exits."""
+        self._closed = True
         try:
             self._disarm()
-            self._send_scalars()
         except Exception as error:
             self._recorder.failed("GradeMonitor.close", error)
         self._recorder.close()
@@ -167,22 +181,27 @@ class GradeMonitor:
             losses = sample_loss.detach().float().cpu().numpy()
             write = functools.partial(self._recorder.write_losses, batches, losses)
             self._recorder.submit(write, what="losses")
-        sampled = step % self._every == 0
+        # By periods and not by remainders: a loop may number its steps in strides, or try the same
+        # step again after an overflow.
+        sampled = step // self._every != self._last_period
         if sampled:
+            self._last_period = step // self._every
             self._sample(step)
             if grad_norm is None:
                 grad_norm = _gradient_norm(self._model)
         self._scalars.append(
             _Scalars(
                 step,
-                torch.as_tensor(loss).detach().clone(),
-                None if grad_norm is None else torch.as_tensor(grad_norm).detach().clone(),
+                torch.as_tensor(loss).detach().float().mean(),
+                None if grad_norm is None else torch.as_tensor(grad_norm).detach().float().mean(),
                 float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None,
             )
         )
         if sampled or len(self._scalars) >= SCALARS_STEPS:
             self._send_scalars()
-        if (step + 1) % self._every == 0:
+        stride = 1 if self._last_step is None else max(1, step - self._last_step)
+        self._last_step = step
+        if (step + stride) // self._every != self._last_period:
             self._arm()
 
     def _sample(self, step: int) -> None:
@@ -192,8 +211,8 @@ class GradeMonitor:
         work = functools.partial(
             self._analyse,
             step,
-            None if live is None else _fetched(live),
-            None if probe is None else _fetched(probe),
+            None if live is None else fetched(live),
+            None if probe is None else fetched(probe),
             probe_loss,
         )
         self._recorder.submit(work, what="samples")
@@ -220,15 +239,13 @@ class GradeMonitor:
                 self._recorder.failed("capture", error)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            if self._live is not None:
+            if not torch.compiler.is_compiling() and self._live is not None:
                 stack.close()
                 self._disarm()
 
         self._armed = [
-            self._model.register_forward_pre_hook(before),
-            self._model.register_forward_hook(after, always_call=True),
+            self._model.register_forward_pre_hook(_Hook(before)),
+            self._model.register_forward_hook(_Hook(after), always_call=True),
             _Closing(stack),
         ]
 
@@ -287,7 +304,9 @@ class GradeMonitor:
         before = self.grades[-1].alert if self.grades else ""
         self.grades.append(grade)
         self._recorder.append_signals(step, rows)
-        if grade.alert != before and grade.alert not in {"warming", "healthy"}:
+        if grade.grade is None and before != "undefined":
+            log.warning("auditor: step %d: no rank ratio is defined", step)
+        elif grade.alert != before and grade.alert not in {"warming", "healthy", "undefined"}:
             log.warning(
                 "auditor: step %d: grade S%s, ratio %.2f in block %s: %s",
                 step,
@@ -338,9 +357,9 @@ class GradeMonitor:
         scalars, self._scalars = self._scalars, []
         if not scalars:
             return
-        loss = _to_host(torch.stack([one.loss.float().reshape(()) for one in scalars]))
+        loss = to_host(torch.stack([one.loss for one in scalars]))
         norms = [one.grad_norm for one in scalars if one.grad_norm is not None]
-        norm = _to_host(torch.stack([n.float().reshape(()) for n in norms])) if norms else None
+        norm = to_host(torch.stack(norms)) if norms else None
 
         def write() -> None:
             columns = {
@@ -354,6 +373,27 @@ class GradeMonitor:
             self._recorder.append_scalars({**columns, "grad_norm": grad_norm})
 
         self._recorder.submit(write, what="scalars")
+
+
+class _Hook:
+    """A hook that stays behind: in a copy of the model, or a saved one, it does nothing."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 class _Closing:
@@ -380,7 +420,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
-        model.eval()
+        # Not model.eval(): some layers override it, to merge adapters into weights for instance.
+        for module in training:
+            module.training = False
         try:
             yield
         finally:
@@ -399,44 +441,6 @@ def _token_rows(probe: Any) -> list[np.ndarray]:
 def _gradient_norm(model: nn.Module) -> Tensor | None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if gradients else None
-
-
-def _to_host(tensor: Tensor) -> Callable[[], np.ndarray]:
-    """Start copying to the host; the result waits for the copy, on the recorder's thread."""
-    if tensor.device.type != "cuda":
-        host = tensor.cpu()
-        return host.numpy
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def wait() -> np.ndarray:
-        done.synchronize()
-        return pinned.numpy()
-
-    return wait
-
-
-class _Deferred(dict[int, Any]):
-    """Arrays by layer, each fetched from the device when it is read."""
-
-    def items(self) -> Any:
-        return [(layer, fetch()) for layer, fetch in super().items()]
-
-
-def _fetched(captured: Captured) -> dict[str, Any]:
-    """The captured tensors on their way to the host, in numpy when read."""
-
-    def fetch_all(tensors: Mapping[int, Tensor]) -> _Deferred:
-        return _Deferred({layer: _to_host(tensor) for layer, tensor in tensors.items()})
-
-    return {
-        "positions": fetch_all(captured.positions),
-        "samples": fetch_all(captured.samples),
-        "values": fetch_all(captured.values),
-        "attention": fetch_all(captured.attention),
-    }
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:

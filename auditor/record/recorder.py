@@ -18,15 +18,17 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from auditor.attempt import Attempt, open_attempt
-from auditor.ledger import Frame, LedgerReader, LedgerWriter
+from auditor.attempt import Attempt, ledger_path, open_attempt
+from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
 from auditor.measure.sketch import exact_hash_tokens
 from auditor.record.duplication import BoundedCounts, DuplicationScorer
 from auditor.record.identity import Described, n_tokens_of, preview_of
@@ -39,6 +41,9 @@ QUEUE_TASKS: Final = 1024
 
 SCORING_BACKLOG: Final = QUEUE_TASKS // 4
 """With more tasks waiting than this, batches are recorded without duplication scores."""
+
+QUEUE_BYTES: Final = 256 * 2**20
+"""Samples that may wait; beyond it batches are recorded by their keys alone, unscored."""
 
 SYNC_S: Final = 2.0
 """The flush bound: a machine that dies loses at most this much."""
@@ -85,34 +90,42 @@ class Recorder:
         self.last_batches: tuple[int, ...] = ()
         self._backward_done = False
         self._closed_by_optimizer: int | None = None
-        self._optimizers: set[int] = set()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
+        self.on_close: list[Callable[[], None]] = []
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_TASKS)
         self._ledgers: dict[str, LedgerWriter] = {}
         self._scorer = DuplicationScorer()
         self._seen = BoundedCounts()
         self._synced = self._beat = time.monotonic()
+        # Two counters, each written by one thread only, instead of a lock.
+        self._bytes_in = self._bytes_out = 0
+        self._datasets: list[Any] = []
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
         atexit.register(self.close)
 
     @staticmethod
     def _first_step(attempt: Attempt) -> int:
-        """One past the last step that an earlier attempt of this rank closed."""
+        """One past the last step that an earlier attempt of this rank closed or measured."""
         for number in range(attempt.number - 1, -1, -1):
-            earlier = Attempt(attempt.run, attempt.run_id, attempt.rank, number, {})
-            path = earlier.ledger("exposures")
-            if path.exists():
-                steps = [f.scalars["step"] for f in LedgerReader(path) if f.kind == "close"]
-                steps = [step for step in steps if step is not None]
-                if steps:
-                    return int(max(steps)) + 1
+            last = -1
+            for table in ("exposures", "signals"):
+                path = ledger_path(attempt.run, table, attempt.rank, number)
+                for frame in LedgerReader(path) if path.exists() else ():
+                    if frame.kind == "close" and frame.scalars["state"] == "trained":
+                        last = max(last, frame.scalars["step"])
+                    elif frame.kind == "scalars":
+                        last = max(last, int(frame.columns["step"].max()))
+            if last >= 0:
+                return last + 1
         return 0
 
     # -- the training thread ---------------------------------------------------------------
 
     def submit(self, task: Callable[[], None], *, what: str) -> bool:
         """Queue a task for the background thread; when the queue is full it is dropped, counted."""
-        if self.closed:
+        if self.closed or os.getpid() != self._process:  # a forked child has no writer
             return False
         if self._thread is None:
             # Started here, at the first record, because loader workers fork before it.
@@ -131,14 +144,34 @@ class Recorder:
             return False
         return True
 
-    def delivered(self, tag: Tag, *, state: str = "delivered") -> None:
+    def delivered(self, tag: Tag, *, state: str = "delivered", dataset: Any = None) -> None:
         """The loop was handed a batch (or it was left out on request: ``skipped``)."""
         self._discard_if_not_stepped()
         batch = self._n_batches
         self._n_batches += 1
         if state == "delivered":
             self._pending.append(batch)
-        self.submit(functools.partial(self._write_batch, batch, tag, state), what="batches")
+        n_bytes = tag.n_bytes
+        if self._bytes_in - self._bytes_out + n_bytes > QUEUE_BYTES:
+            self.counts["batches_without_content"] += 1
+            tag, n_bytes = tag.without_samples(), 0
+        number = self._dataset_number(dataset)
+        write = functools.partial(self._write_batch, batch, tag, state, number, n_bytes)
+        if self.submit(write, what="batches"):
+            self._bytes_in += n_bytes
+
+    def _dataset_number(self, dataset: Any) -> int:
+        """Datasets of one run number their samples apart; 0 is the first, or none."""
+        if dataset is None:
+            return 0
+        for number, known in enumerate(self._datasets):
+            if (known() if isinstance(known, weakref.ref) else known) is dataset:
+                return number
+        try:
+            self._datasets.append(weakref.ref(dataset))
+        except TypeError:  # a list has no weak references
+            self._datasets.append(dataset)
+        return len(self._datasets) - 1
 
     def hold_out(self, samples: Sequence[np.ndarray]) -> None:
         """Token samples that training must not contain; those it does contain are counted."""
@@ -152,10 +185,12 @@ class Recorder:
         self.submit(functools.partial(self._write_drawn, batch, keys), what="batches")
 
     def watch(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Let the optimizer's own step close steps from now on; True when it is new."""
-        if id(optimizer) in self._optimizers:
+        """Let the optimizer's own step close steps from now on; True when it is new.
+
+        An optimizer without step hooks cannot be watched; the monitor then closes the steps.
+        """
+        if optimizer in self._optimizers or not hasattr(optimizer, "register_step_post_hook"):
             return False
-        self._optimizers.add(id(optimizer))
 
         def stepped(*_: Any) -> None:
             try:
@@ -167,6 +202,7 @@ class Recorder:
                 self.failed("optimizer hook", error)
 
         self._hooks.append(optimizer.register_step_post_hook(stepped))
+        self._optimizers.add(optimizer)
         return True
 
     def step_of_backward(
@@ -242,9 +278,17 @@ class Recorder:
         return self.submit(done.set, what="drains") and done.wait(timeout_s)
 
     def close(self) -> None:
-        """Write what is waiting, note how the attempt ended, give the claim back. Idempotent."""
-        if self.closed:
+        """Write what is waiting, note how the attempt ended, give the claim back. Idempotent.
+
+        In a forked child there is nothing to close: run and claim are the parent's.
+        """
+        if self.closed or os.getpid() != self._process:
             return
+        for send in self.on_close:
+            try:
+                send()
+            except Exception as error:
+                self.failed("closing", error)
         finished = self._thread is None
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
@@ -272,12 +316,18 @@ class Recorder:
     # -- the background thread -------------------------------------------------------------
 
     def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
+        while True:
+            try:
+                task: Callable[[], None] | None = self._queue.get(timeout=SYNC_S)
+            except queue.Empty:
+                task = _nothing
+            if task is None:
+                return
             try:
                 task()
                 self._sync_when_due()
             except Exception as error:
-                self.failed(getattr(task, "__qualname__", "recording"), error)
+                self.failed(_name_of(task), error)
 
     def _append(self, table: str, frame: Frame) -> None:
         if table not in self._ledgers:
@@ -315,12 +365,17 @@ class Recorder:
     def _write_drawn(self, batch: int, keys: np.ndarray) -> None:
         self._append("exposures", Frame("batch", {"batch": batch, "state": "drawn"}, {"key": keys}))
 
-    def _write_batch(self, batch: int, tag: Tag, state: str) -> None:
+    def _write_batch(self, batch: int, tag: Tag, state: str, dataset: int, n_bytes: int) -> None:
+        self._bytes_out += n_bytes
         described = tag.describe()
+        if described.by_index and dataset:
+            keys = described.keys + (np.int64(dataset) << DATASET_SHIFT)
+            described = replace(described, keys=keys)
         frame = Frame("batch", {"batch": batch, "state": state}, {"key": described.keys})
         self._append("exposures", frame)
-        self._write_samples(described)
-        if state == "skipped":
+        if described.has_samples:
+            self._write_samples(described)
+        if state == "skipped" or not described.has_samples:
             return
         if self._queue.qsize() > SCORING_BACKLOG:
             self.counts["unscored_samples"] += len(described.keys)
@@ -408,8 +463,16 @@ class Recorder:
             self.attempt.heartbeat()
 
 
-NULL: Final = -(2**31)
-"""Null in an integer column of a ledger."""
+DATASET_SHIFT: Final = 48
+"""Bits of a key that hold the index; above them is the number of the dataset in the attempt."""
+
+
+def _nothing() -> None:
+    """The task of an idle moment: only the time has moved on."""
+
+
+def _name_of(task: Any) -> str:
+    return str(getattr(getattr(task, "func", task), "__name__", "recording")).strip("_")
 
 
 def _sha256(path: Path) -> str:

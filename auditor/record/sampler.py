@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from os import PathLike
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from auditor.record.identity import Locator
 from auditor.record.recorder import Recorder, recorder_for
-from auditor.record.tagging import Tag, TaggedBatch, rows_of, tagging_copy
+from auditor.record.tagging import Rows, Tag, TaggedBatch, tagging_copy
 
 
 class AuditedSampler:
@@ -43,7 +43,7 @@ class AuditedSampler:
 
     Raises:
         RunClaimedError: another live process records this run and rank.
-        IdentityError: ``loader`` is not iterable.
+        ValueError: ``loader`` is not iterable.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AuditedSampler:
             if isinstance(item, TaggedBatch):
                 batch, tag = item.batch, item.tag
             else:
-                batch, tag = item, Tag(_LazyRows(item), None, self._locator)
+                batch, tag = item, self._tag(recorder, item)
             ordinal = self._n_batches
             self._n_batches += 1
             if self._skip and self._is_skipped(recorder, ordinal, tag):
@@ -133,10 +133,16 @@ class AuditedSampler:
             self._note_delivered(recorder, tag, "skipped")
         return skipped
 
-    @staticmethod
-    def _note_delivered(recorder: Recorder, tag: Tag, state: str) -> None:
+    def _tag(self, recorder: Recorder, batch: Any) -> Tag:
         try:
-            recorder.delivered(tag, state=state)
+            return Tag(Rows(batch), None, self._locator)
+        except Exception as error:
+            recorder.failed("reading a batch", error)
+            return Tag([], None, None)
+
+    def _note_delivered(self, recorder: Recorder, tag: Tag, state: str) -> None:
+        try:
+            recorder.delivered(tag, state=state, dataset=getattr(self._loader, "dataset", None))
         except Exception as error:
             recorder.failed("recording a batch", error)
 
@@ -146,22 +152,3 @@ class AuditedSampler:
             recorder.drawn(drawn if isinstance(drawn, list | tuple) else [drawn])
         except Exception as error:
             recorder.failed("recording a draw", error)
-
-
-class _LazyRows(Sequence[Any]):
-    """The rows of a collated batch, cut only when the recorder's thread describes them."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-        self._rows: list[Any] | None = None
-
-    def _cut(self) -> list[Any]:
-        if self._rows is None:
-            self._rows = rows_of(self._batch)
-        return self._rows
-
-    def __len__(self) -> int:
-        return len(self._cut())
-
-    def __getitem__(self, position: Any) -> Any:
-        return self._cut()[position]

@@ -158,6 +158,32 @@ def test_duplicates_that_ended_long_before_are_not_in_the_lookback() -> None:
     assert blamed(suspects(exposures, *INPUT_THEN_MODEL)) == set()
 
 
+def test_neither_lookback_nor_episode_is_among_the_controls() -> None:
+    """The fault began well before the event: its own first steps must not dilute the contrast."""
+    found = suspects(
+        stream(seed=0, burst="books", onset=210),
+        event("input_fall", 235, 240),
+        event("ratio_fall", 265, 270),
+    )
+    for number in (0, 1):
+        row = found.filter(
+            (pl.col("event") == number)
+            & (pl.col("name") == "books")
+            & (pl.col("feature") == "duplication")
+        ).row(0, named=True)
+        assert row["control"] <= 0.06  # of 195 steps at most the last are the fault's
+    late = stream(seed=0, burst="books", onset=200)
+    found = suspects(late, event("input_fall", 239, 240))
+    assert found.filter(pl.col("verdict") == "blamed")["control"].to_list() == [0.0]
+
+
+def test_verdicts_of_streams_without_a_fault_are_calibrated() -> None:
+    """Through the whole test of an event: 60 streams with a decoy, none blamed or coincident."""
+    for seed in range(60):
+        found = suspects(stream(seed=1000 + seed, steps=280, decoy="web"), *INPUT_THEN_MODEL)
+        assert set(found["verdict"]) == {"ranked"}, seed
+
+
 def test_short_history_gives_no_verdict() -> None:
     exposures = stream(seed=0, burst="books", onset=30, steps=60)
     assert suspects(exposures, event("input_fall", 25, 30)).is_empty()

@@ -177,3 +177,34 @@ def test_events_far_apart_are_two_episodes() -> None:
 def test_run_without_signals_has_no_events() -> None:
     signals = pl.DataFrame(schema=polars_schema(schema.SIGNALS))
     assert events(signals).is_empty()
+
+
+@pytest.mark.parametrize("name", ["raw", "probe_loss"])
+def test_a_fall_that_stays_does_not_recover_by_becoming_the_norm(name: str) -> None:
+    level, to = {"raw": (0.75, 0.55), "probe_loss": (2.5, 3.0)}[name]
+    found = events(table(**{**HEALTHY, name: dropping(level, to, at=40)}))
+    kind = {"raw": "ratio_fall", "probe_loss": "probe_loss_rise"}[name]
+    row = found.filter(pl.col("kind") == kind).row(0, named=True)
+    assert row["recovery_step"] is None
+
+
+def test_one_overflow_of_the_norm_is_no_event_and_a_series_of_them_is() -> None:
+    norm = noise(0.8, 0.1, 500)
+    norm[200] = np.inf
+    assert events(table(**HEALTHY, grad_norm=norm)).is_empty()
+    norm[300:303] = np.nan
+    assert events(table(**HEALTHY, grad_norm=norm))["kind"].to_list() == ["non_finite"]
+
+
+def test_model_that_was_undefined_from_the_first_step_is_reported() -> None:
+    nothing = np.full(SAMPLES, np.nan)
+    signals = table(raw=nothing, column=nothing, loss=np.full(500, np.nan))
+    assert events(signals)["kind"].to_list() == ["non_finite"]
+
+
+def test_steps_that_do_not_begin_at_zero_are_no_different() -> None:
+    signals = table(**{**HEALTHY, "raw": dropping(0.75, 0.5, at=60)})
+    shifted = signals.with_columns(pl.col("step") + 100_000)
+    plain, moved = events(signals), events(shifted)
+    assert moved["onset_high"].to_list() == [step + 100_000 for step in plain["onset_high"]]
+    assert moved["kind"].to_list() == plain["kind"].to_list()

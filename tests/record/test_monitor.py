@@ -20,8 +20,8 @@ from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.explain.grades import grades_of
 from auditor.measure.spectrum import attention_entropy
 from auditor.record.capture import ATTENTION, attention_of, capturing
-from auditor.record.monitor import _fetched, _to_host
 from auditor.record.sites import find_blocks
+from auditor.record.transfer import fetched, to_host
 
 T, WIDTH, HEADS = 32, 48, 4
 
@@ -377,6 +377,88 @@ def test_compiled_model_trains_as_without_the_monitor_and_is_graded_on_the_probe
     assert steps == [0, 2, 4]
 
 
+def test_armed_model_can_be_saved_and_copied_and_the_copy_is_free_of_hooks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1)  # armed at once
+    torch.save(model, tmp_path / "model.pt")
+    twin = copy.deepcopy(model)
+    loss = next_byte_loss(twin, windows(3))
+    loss.backward()
+    assert monitor._live is None
+    loss = next_byte_loss(model, windows(5))
+    loss.backward()
+    monitor.step(loss)
+    monitor.close()
+    monitor.step(loss)  # after closing: nothing, and no hooks
+    assert not any(module._forward_hooks for module in model.modules())
+    ranks = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "sample_rank")
+    assert ranks.collect()["n_rows"].unique().to_list() == [5]
+
+
+def test_probe_does_not_call_what_a_layer_does_on_eval(tmp_path: Path) -> None:
+    class Merging(nn.Linear):
+        """As adapters do: merged into the weights for evaluation, taken out for training."""
+
+        def train(self, mode: bool = True) -> Merging:
+            with torch.no_grad():
+                self.weight += 1.0 if not mode else 0.0
+            return super().train(mode)
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    model.blocks[1].mlp[0] = Merging(64, 256)
+    before = model.blocks[1].mlp[0].weight.detach().clone()
+    monitor = GradeMonitor(
+        model, run=tmp_path / "run", every=1, probe=windows(3), probe_loss=next_byte_loss
+    )
+    loss = next_byte_loss(model, windows(3))
+    loss.backward()
+    monitor.step(loss)
+    monitor.close()
+    assert torch.equal(model.blocks[1].mlp[0].weight, before)
+
+
+@pytest.mark.parametrize("stride", [4, 7])
+def test_steps_numbered_in_strides_are_sampled(stride: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=20)
+    for step in range(3, 103, stride):
+        loss = next_byte_loss(model, windows(4))
+        loss.backward()
+        monitor.step(loss, step=step)
+    monitor.close()
+    steps = [grade.step for grade in monitor.grades]
+    assert [step // 20 for step in steps] == [0, 1, 2, 3, 4, 5][: len(steps)]
+    ranks = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "token_rank")
+    assert ranks.collect()["step"].unique().sort().to_list() == steps  # all of them live
+
+
+def test_step_tried_again_after_an_overflow_is_measured_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=T))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    data = TensorDataset(windows(40))
+    loader = AuditedSampler(DataLoader(data, batch_size=4), run=tmp_path / "run")
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=2)
+    losses = []
+    for number, (batch,) in enumerate(loader):
+        loss = next_byte_loss(model, batch)
+        loss.backward()
+        monitor.step(loss, optimizer=optimizer)
+        if number != 4:
+            optimizer.step()
+            losses.append(loss.item())
+    monitor.close()
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    recorded = signals.filter(pl.col("signal") == "loss").sort("step")
+    assert recorded["step"].to_list() == list(range(9))
+    np.testing.assert_allclose(recorded["value"], losses, rtol=1e-6)
+    offline = grades_of(signals)
+    assert [grade.step for grade in monitor.grades] == offline["step"].to_list() == [0, 2, 4, 6, 8]
+
+
 def test_probe_that_is_trained_on_is_reported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_positions=T))
@@ -391,13 +473,13 @@ def test_probe_that_is_trained_on_is_reported(tmp_path: Path) -> None:
 def test_device_copies_are_read_where_they_are_needed() -> None:
     """The path that CUDA takes asynchronously gives the same arrays on the CPU."""
     tensor = torch.randn(4, 3)
-    np.testing.assert_array_equal(_to_host(tensor)(), tensor.numpy())
+    np.testing.assert_array_equal(to_host(tensor)(), tensor.numpy())
     model = GPT(GPTConfig(n_positions=T))
     with capturing(find_blocks(model), _fail) as captured, torch.no_grad():
         model(windows(3)[:, :-1])
-    fetched = _fetched(captured)
-    assert {layer for layer, _ in fetched["positions"].items()} == {-1, 0, 1}
-    assert dict(fetched["samples"].items())[1].shape == (3, 64)
+    arrays = fetched(captured)
+    assert {layer for layer, _ in arrays["positions"].items()} == {-1, 0, 1}
+    assert dict(arrays["samples"].items())[1].shape == (3, 64)
 
 
 def _fail(place: str, error: Exception) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -427,27 +430,238 @@ def test_pickled_sampler_records_again(tmp_path: Path) -> None:
     assert exposures(tmp_path / "run").height == 8
 
 
-def test_failure_of_ours_never_reaches_the_loop(tmp_path: Path, caplog: Any) -> None:
-    def broken(index: int | None, sample: Any) -> Located:
-        raise RuntimeError("a bug in the locator")
+def broken_locator(index: Any, sample: Any) -> Located:
+    raise RuntimeError("a bug in the locator")
 
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failure_of_ours_never_reaches_the_loop(workers: int, tmp_path: Path, caplog: Any) -> None:
     loader = AuditedSampler(
-        DataLoader(Documents(), batch_size=8), run=tmp_path / "run", locator=broken
+        DataLoader(Documents(), batch_size=8, num_workers=workers, timeout=30 if workers else 0),
+        run=tmp_path / "run",
+        locator=broken_locator,
     )
     assert len(list(loader)) == 9
     loader.close()
-    assert len([record for record in caplog.records if "a bug in the locator" in str(record)]) <= 1
+    assert len([one for one in caplog.records if "a bug in the locator" in one.getMessage()]) == 1
     attempt = json.loads((tmp_path / "run/attempts/rank-00000/attempt-0000.json").read_text())
     assert sum(attempt["failures"].values()) == 9
     assert Run.open(tmp_path / "run").gaps()
 
 
-def test_hung_disk_blocks_neither_training_nor_memory(tmp_path: Path, monkeypatch: Any) -> None:
+class Mapped(Dataset):
+    """A dataset whose keys are text, and whose samples carry all sorts of columns."""
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        return {"tokens": torch.arange(5) + len(key), "row": "seven", "flag": torch.tensor(3)}
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_keys_that_are_no_numbers_are_ids(
+    workers: int, batch_size: int | None, tmp_path: Path
+) -> None:
+    names = ["a", "bb", "ccc", "dddd"]
+    loader = AuditedSampler(
+        DataLoader(Mapped(), batch_size=batch_size, sampler=names, num_workers=workers),
+        run=tmp_path / "run",
+    )
+    list(loader)
+    loader.close()
+    assert exposures(tmp_path / "run")["sample_id"].to_list() == names
+
+
+def test_two_datasets_and_two_attempts_do_not_mix_up_their_samples(tmp_path: Path) -> None:
+    class Named(Documents):
+        def __init__(self, name: str) -> None:
+            super().__init__(8)
+            self.name = name
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {
+                "text": f"{self.name} {index}",
+                "id": f"{self.name}{index}",
+                "source": self.name,
+            }
+
+    run = tmp_path / "run"
+    first = AuditedSampler(DataLoader(Named("A"), batch_size=4), run=run)
+    second = AuditedSampler(DataLoader(Named("B"), batch_size=4), run=run)
+    for _ in zip(first, second, strict=True):
+        pass
+    first.close()
+    third = AuditedSampler(DataLoader(Named("C"), batch_size=4), run=run)
+    list(third)
+    third.close()
+    table = exposures(run)
+    assert table["sample_id"].to_list() == [
+        *(f"{name}{i}" for start in (0, 4) for name in "AB" for i in range(start, start + 4)),
+        *(f"C{i}" for i in range(8)),
+    ]
+    assert dict(table["source"].value_counts().iter_rows()) == {"A": 8, "B": 8, "C": 8}
+
+
+def test_a_buffer_that_the_loop_fills_again_is_recorded_as_it_was(tmp_path: Path) -> None:
+    def windows() -> Iterator[torch.Tensor]:
+        buffer = torch.zeros(4, 16, dtype=torch.int64)
+        for i in range(40):
+            buffer.copy_(torch.arange(64).reshape(4, 16) + 1000 * i)
+            yield buffer
+
+    loader = AuditedSampler(windows(), run=tmp_path / "run")
+    list(loader)
+    loader.close()
+    assert exposures(tmp_path / "run")["key"].n_unique() == 160
+
+
+def test_padding_under_an_attention_mask_is_no_content(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": torch.cat([torch.arange(20) + 100 * i, torch.zeros(44, dtype=torch.int64)]),
+         "attention_mask": torch.cat([torch.ones(20), torch.zeros(44)])}
+        for i in range(8)
+    ]  # fmt: skip
+    loader = AuditedSampler(DataLoader(rows, batch_size=4), run=tmp_path / "run")
+    list(loader)
+    loader.close()
+    table = exposures(tmp_path / "run")
+    assert table["repetition"].to_list() == [0.0] * 8
+    assert table["duplication"].to_list() == [0.0] * 8
+    assert table["n_tokens"].to_list() == [20] * 8
+
+
+def test_optimizer_without_hooks_leaves_the_steps_to_the_monitor(tmp_path: Path) -> None:
+    class Handmade:
+        """Not a torch optimizer at all."""
+
+        def __init__(self) -> None:
+            self.param_groups = [{"lr": 0.1}]
+
+    model, _ = _tiny_transformer()
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=10), run=tmp_path / "run")
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=100)
+    for batch in loader:
+        loss = model(batch["input_ids"]).square().mean()
+        loss.backward()
+        monitor.step(loss, optimizer=Handmade())  # type: ignore[arg-type]
+    monitor.close()
+    table = exposures(tmp_path / "run")
+    assert set(table["state"]) == {"trained"}
+    assert table["step"].unique().sort().to_list() == list(range(7))
+
+
+def test_monitor_goes_on_when_the_sampler_was_closed_between_epochs(tmp_path: Path) -> None:
+    model, _ = _tiny_transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=10), run=tmp_path / "run")
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=2)
+    for _ in range(2):
+        for batch in loader:
+            loss = model(batch["input_ids"]).square().mean()
+            loss.backward()
+            monitor.step(loss, optimizer=optimizer)
+            optimizer.step()
+        loader.close()
+    monitor.close()
+    table = Run.open(tmp_path / "run").scan("exposures").collect()
+    assert set(table["state"]) == {"trained"}
+    assert table["step"].unique().sort().to_list() == list(range(14))
+    losses = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "loss")
+    assert losses.collect()["step"].unique().sort().to_list() == list(range(14))
+
+
+def test_resumed_run_with_a_monitor_only_goes_on_counting(tmp_path: Path) -> None:
+    for _ in range(2):
+        model, _probe = _tiny_transformer()
+        monitor = GradeMonitor(model, run=tmp_path / "run", every=2)
+        for _ in range(5):
+            loss = model(torch.randint(0, 1000, (4, 48))).square().mean()
+            loss.backward()
+            monitor.step(loss)
+        monitor.close()
+    losses = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "loss")
+    found = losses.sort("step").collect()
+    assert found["step"].to_list() == list(range(10))
+    assert found["attempt"].to_list() == [0] * 5 + [1] * 5
+
+
+def test_forked_child_neither_closes_nor_writes_the_parents_run(tmp_path: Path) -> None:
+    loader = AuditedSampler(DataLoader(Documents(8), batch_size=4), run=tmp_path / "run")
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        loader.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run/attempts/rank-00000/claim.json").exists()
+    list(iterator)
+    loader.close()
+    assert exposures(tmp_path / "run").height == 8
+
+
+def test_number_of_a_dead_process_used_again_does_not_block_a_run(tmp_path: Path) -> None:
+    """As in a container, where the training is always process 1."""
+    claim = tmp_path / "run/attempts/rank-00000/claim.json"
+    claim.parent.mkdir(parents=True)
+    holder = {"host": socket.gethostname(), "pid": 1, "process_started": "long ago", "heartbeat": 0}
+    claim.write_text(json.dumps(holder))
+    loader = AuditedSampler(DataLoader(Documents(8), batch_size=4), run=tmp_path / "run")
+    loader.close()
+    assert not claim.exists()
+
+
+def test_of_processes_that_open_a_run_at_once_one_gets_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from auditor.attempt import open_attempt\n"
+        "from auditor.errors import RunClaimedError\n"
+        "from pathlib import Path\n"
+        "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
+        "try: open_attempt(Path(sys.argv[1])); print('mine', flush=True); time.sleep(3)\n"
+        "except RunClaimedError: print('refused', flush=True)\n"
+    )
+    start = str(time.time() + 4)
+    rivals = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "run"), start],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    said = sorted(rival.communicate()[0].strip() for rival in rivals)
+    assert said == ["mine", "refused", "refused", "refused"]
+
+
+def test_slow_recorder_holds_no_more_samples_than_its_budget(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("auditor.record.recorder.QUEUE_BYTES", 2**20)
+    data = TensorDataset(torch.zeros(400, 8192, dtype=torch.int64))  # 64 kB a sample
+    loader = AuditedSampler(DataLoader(data, batch_size=4), run=tmp_path / "run")
+    recorder = recorder_for(tmp_path / "run")
+    hang = threading.Event()
+    append = recorder._append
+    monkeypatch.setattr(recorder, "_append", lambda *args: (hang.wait(), append(*args)))
+    assert len(list(loader)) == 100
+    assert recorder._bytes_in - recorder._bytes_out <= 2**20
+    assert recorder.counts["batches_without_content"] >= 90
+    hang.set()
+    loader.close()
+    table = exposures(tmp_path / "run")  # what was consumed is known all the same
+    assert table["key"].to_list() == list(range(400))
+    assert any("without content" in gap for gap in Run.open(tmp_path / "run").gaps())
+
+
+def test_hung_disk_does_not_block_training(tmp_path: Path, monkeypatch: Any) -> None:
     loader = AuditedSampler(
         DataLoader(TensorDataset(torch.arange(4000)[:, None]), batch_size=1), run=tmp_path / "run"
     )
     recorder = recorder_for(tmp_path / "run")
-    hang = __import__("threading").Event()
+    hang = threading.Event()
     monkeypatch.setattr(recorder, "_append", lambda *_: hang.wait())
     assert len(list(loader)) == 4000
     assert recorder.counts["dropped_batches"] >= 4000 - QUEUE_TASKS - 1
@@ -465,7 +679,7 @@ def test_shards_of_the_dataset_are_noted_with_their_hash(tmp_path: Path) -> None
     list(loader)
     loader.close()
     (noted,) = Run.open(tmp_path / "run").shards
-    expected = __import__("hashlib").sha256(shard.read_bytes()).hexdigest()
+    expected = hashlib.sha256(shard.read_bytes()).hexdigest()
     assert noted == {"path": str(shard), "bytes": 14, "sha256": expected}
 
 
