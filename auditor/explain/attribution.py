@@ -97,11 +97,12 @@ def suspects_of(
             one["lag"] = event["onset_high"] - start
             one["verdict"] = _verdict(one, is_input_first, start <= event["onset_high"])
             rows.append({"event": event["event"], "level": "source", **one})
-        window = (int(steps[windows.lookback[0]]), int(steps[windows.lookback[1] - 1]))
         control = (int(steps[0]), int(steps[windows.n_control - 1]))
         for one in [row for row in rows if row["event"] == event["event"]]:
             if one["verdict"] == "blamed":
-                rows += _named(one, exposures, window, control)
+                first = event["onset_high"] - one["lag"]
+                last = int(steps[np.searchsorted(steps, first) + STRETCH_STEPS - 1])
+                rows += _named(one, exposures, (first, last), control)
     frame = pl.DataFrame(rows, schema=polars_schema(schema.SUSPECTS), orient="row")
     order = {"blamed": 0, "coincident": 1, "ranked": 2}
     levels = {"source": 0, "cluster": 1, "shard": 2, "sample": 3}
@@ -338,7 +339,7 @@ def _named(
     window: tuple[int, int],
     control: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """Clusters, shards and samples of a blamed source, by how much more of them was consumed."""
+    """Clusters, shards and samples of a blamed source in its strongest stretch, by exposure."""
     trained = exposures.filter(pl.col("state") == "trained").with_columns(
         pl.col("source").fill_null(UNKNOWN_SOURCE)
     )

@@ -75,8 +75,12 @@ class _Bad:
 def events_of(signals: pl.DataFrame, grades: pl.DataFrame) -> pl.DataFrame:
     """All events in order of onset: ``schema.EVENTS``."""
     rows: list[dict[str, Any]] = []
-    for found in _judged(signals, grades):
-        rows += _events(found)
+    # A resumed run may be another model, or the same one further back: each attempt is judged by
+    # its own past, after its own warm-up, as its grades are.
+    for attempt in signals["attempt"].unique().sort():
+        own = pl.col("attempt") == attempt
+        for found in _judged(signals.filter(own), grades.filter(own)):
+            rows += _events(found)
     rows.sort(key=lambda row: (row["onset_high"], row["onset_low"], row["kind"]))
     _number_episodes(rows)
     frame = pl.DataFrame(
@@ -122,15 +126,10 @@ def _judged(signals: pl.DataFrame, grades: pl.DataFrame) -> Iterator[_Bad]:
 
 
 def _per_step(signals: pl.DataFrame, *, reduce: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Steps i64 [S] and values f64 [S]; the first rank speaks, a later attempt over an earlier."""
+    """Steps i64 [S] and values f64 [S]; of several ranks the first speaks."""
     own = signals.filter(pl.col("rank") == pl.col("rank").min())
     value = {"min": pl.col("value").min(), "mean": pl.col("value").mean()}[reduce]
-    per_step = (
-        own.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
-        .group_by("step")
-        .agg(value)
-        .sort("step")
-    )
+    per_step = own.group_by("step").agg(value).sort("step")
     values = per_step["value"].fill_null(np.nan).to_numpy()
     return per_step["step"].to_numpy(), values.astype(np.float64)
 
@@ -321,7 +320,7 @@ def _events(found: _Bad) -> Iterator[dict[str, Any]]:
             "onset_low": int(series.steps[onset - 1]) if onset else int(series.steps[0]) - 1,
             "onset_high": int(series.steps[onset]),
             "trough_step": int(series.steps[trough]),
-            "recovery_step": int(series.steps[last + 1]) if last + 1 < len(series.steps) else None,
+            "recovery_step": _recovery(found, first, trough, last),
             "before": float(before) if np.isfinite(before) else None,
             "after": float(series.values[trough]) if np.isfinite(series.values[trough]) else None,
             "last_bad": int(series.steps[last]),
@@ -340,6 +339,17 @@ def _onset(found: _Bad, first: int, trough: int) -> int:
     while onset > 0 and (values[onset - 1] <= line if falling else values[onset - 1] >= line):
         onset -= 1
     return onset
+
+
+def _recovery(found: _Bad, first: int, trough: int, last: int) -> int | None:
+    """The first sample after the last bad one that has made good half of the way, if any."""
+    before, after = found.normal[first], found.series.values[trough]
+    for i in range(last + 1, len(found.series.values)):
+        value = found.series.values[i]
+        defined = np.isfinite(before) and np.isfinite(after)
+        if not defined or abs(value - before) <= 0.5 * abs(after - before):
+            return int(found.series.steps[i])
+    return None
 
 
 def _number_episodes(rows: list[dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ class Explanation:
         smallest_p: by number of event, the least p its test could have given.
         verdict: what happened and how sure, in one or two sentences.
         culprit: the source blamed first, None when no data cause was found.
+        judged: False when the run is too short, or sampled too sparsely, for events to be found.
         gaps: what is known to be missing from the record.
     """
 
@@ -51,4 +52,5 @@ class Explanation:
     smallest_p: Mapping[int, float]
     verdict: str
     culprit: str | None
+    judged: bool
     gaps: list[str]

@@ -10,9 +10,10 @@ import polars as pl
 from auditor.explain.attribution import suspects_of
 from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose
-from auditor.explain.events import events_of
+from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
 from auditor.explain.grades import grades_of
+from auditor.measure.grading import WARMUP_SAMPLES, WARMUP_STEPS
 from auditor.run import Run
 
 
@@ -38,6 +39,8 @@ def explain(run: Run) -> Explanation:
         ):
             run.write_derived(table, frame)
     culprit = _culprit(suspects)
+    n_judged = grades.filter(pl.col("alert") != "warming").height
+    judged = n_judged > MIN_BEST_SAMPLES or not events.is_empty()
     return Explanation(
         run_id=run.run_id,
         n_steps=_n_steps(composition, signals),
@@ -50,8 +53,9 @@ def explain(run: Run) -> Explanation:
         previews=_previews(run, suspects),
         diagnoses=diagnoses,
         smallest_p=smallest_p,
-        verdict=_verdict(events, suspects, culprit, composition),
+        verdict=_verdict(events, suspects, culprit, composition) if judged else _too_short(grades),
         culprit=culprit,
+        judged=judged,
         gaps=run.gaps(),
     )
 
@@ -97,6 +101,14 @@ def _verdict(
         f"{row['control']:.1%} to {row['exposure']:.0%} of what was consumed "
         f"({row['z']:.0f} robust deviations) at the onset by step {event['onset_high']}. "
         "This is an association; a replay would show the cause."
+    )
+
+
+def _too_short(grades: pl.DataFrame) -> str:
+    needed = WARMUP_SAMPLES + MIN_BEST_SAMPLES + 1
+    return (
+        f"Not judged: {len(grades)} sampled steps; at least {needed}, and {WARMUP_STEPS} steps, "
+        "are needed before an event can be told. Lower every= for a short run."
     )
 
 

@@ -147,6 +147,9 @@ class _AttentionMode(TorchFunctionMode):
             if func is F.scaled_dot_product_attention:
                 with _guard(self._failed, "attention"):
                     self._sdpa(*args, **kwargs)
+            elif func is F.multi_head_attention_forward:
+                with _guard(self._failed, "attention"):
+                    self._multi_head(*args, **kwargs)
             elif func in _SOFTMAX and isinstance(result, Tensor) and result.ndim == 4:
                 with _guard(self._failed, "softmax"):
                     self._softmax(args[0], result)
@@ -169,6 +172,45 @@ class _AttentionMode(TorchFunctionMode):
         self._captured.attention[self.layer] = attention_of(
             query.detach(), key.detach(), attn_mask, is_causal=is_causal, scale=scale
         )
+
+    def _multi_head(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim_to_check: int,
+        num_heads: int,
+        in_proj_weight: Tensor | None,
+        in_proj_bias: Tensor | None,
+        *_: Any,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **__: Any,
+    ) -> None:
+        """``nn.MultiheadAttention``, whose inner attention no mode sees: [T, B, D] inputs."""
+        if in_proj_weight is None or query.ndim != 3:
+            return
+        B, T = query.shape[1], key.shape[0]
+        biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None, None, None)
+        weights = in_proj_weight.chunk(3)
+        q, k, v = (
+            F.linear(x.detach(), w.detach(), b if b is None else b.detach())
+            .unflatten(2, (num_heads, -1))
+            .permute(1, 2, 0, 3)
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        mask = None if attn_mask is None or attn_mask.ndim != 2 else attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = ~mask  # here True hides a key, in scaled_dot_product_attention it shows one
+        if key_padding_mask is not None:
+            padding = key_padding_mask.view(B, 1, 1, T).expand(B, 1, query.shape[0], T)
+            if padding.dtype == torch.bool:
+                padding = torch.zeros_like(padding, dtype=q.dtype).masked_fill(padding, -math.inf)
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+            mask = padding if mask is None else padding + mask
+        self._sdpa(q, k, v, mask, is_causal=is_causal and mask is None)
 
     def _softmax(self, logits: Tensor, probabilities: Tensor) -> None:
         assert self.layer is not None

@@ -82,6 +82,14 @@ class Recorder:
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.next_step = self._first_step(attempt)
+        if attempt.number:
+            log.warning(
+                "auditor: %s holds earlier attempts; recording goes on as attempt %d at step %d "
+                "(give another folder for another run)",
+                attempt.run,
+                attempt.number,
+                self.next_step,
+            )
         self.counts: collections.Counter[str] = collections.Counter()
         self.failures: collections.Counter[str] = collections.Counter()
         self.closed = False

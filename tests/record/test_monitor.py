@@ -209,6 +209,26 @@ def test_attention_written_out_with_softmax_is_seen_too() -> None:
         np.testing.assert_allclose(captured.attention[layer][0], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_torchs_own_layers_is_seen_too(masked: bool) -> None:
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(24, 3, 32, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(4, 20, 24)
+    mask = nn.Transformer.generate_square_subsequent_mask(20) if masked else None
+    expected = []
+    y = x
+    for block in encoder.layers:
+        _, p = block.self_attn(y, y, y, attn_mask=mask, average_attn_weights=False)
+        expected.append(attention_entropy(p.detach().numpy()).mean(axis=0))
+        y = block(y, src_mask=mask)
+    with capturing(find_blocks(encoder), _fail) as captured, torch.no_grad():
+        encoder(x, mask=mask)
+    for number, entropy in enumerate(expected):
+        np.testing.assert_allclose(captured.attention[number][0], entropy, atol=1e-5)
+        assert captured.values[number].shape == (80, 24)
+
+
 def test_blocks_are_found_by_structure() -> None:
     gpt = GPT(GPTConfig(n_blocks=3))
     assert [site.path for site in find_blocks(gpt)] == ["blocks.0", "blocks.1", "blocks.2"]
