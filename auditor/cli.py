@@ -69,9 +69,17 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--out", type=click.Path(path_type=Path), default=Path("demo-run"), show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--steps", type=click.IntRange(1), help="Steps per training run.  [default: 420]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("demo-run"),
+    show_default=True,
+    help="A new folder, or that of an earlier demo, which is replaced.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of data and model."
+)
+@click.option("--steps", type=int, help="Steps per training run, at least 260.  [default: 420]")
 @click.option("--quick", is_flag=True, help="300 steps.")
 @click.option("--clean", is_flag=True, help="Plant nothing.")
 @click.option("--lr-spike", is_flag=True, help="Plant nothing; raise the learning rate instead.")
@@ -132,9 +140,7 @@ def report(run: Path, as_json: bool, html: Path | None) -> None:
 
 @main.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="A new or empty folder."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="A new or empty folder.")
 @click.option(
     "--run", type=click.Path(path_type=Path), help="Run whose mix the weights start from."
 )
@@ -145,8 +151,15 @@ def report(run: Path, as_json: bool, html: Path | None) -> None:
     type=click.Choice(["auto", "word5", "char5", "token5"]),
     default="auto",
     show_default=True,
+    help="What is compared: runs of 5 words, characters or tokens.",
 )
-@click.option("--keep", type=click.Choice(["first", "longest"]), default="first", show_default=True)
+@click.option(
+    "--keep",
+    type=click.Choice(["first", "longest"]),
+    default="first",
+    show_default=True,
+    help="Which of several duplicates stays.",
+)
 @click.option("--content", help="Column of the text or tokens.  [default: text, input_ids, tokens]")
 @click.option("--keep-repetitive", is_flag=True, help="Do not drop samples that repeat themselves.")
 @click.option(
@@ -167,7 +180,7 @@ def report(run: Path, as_json: bool, html: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
 def dedupe(
     inputs: tuple[str, ...],
-    out: Path,
+    out: Path | None,
     run: Path | None,
     shards: tuple[str, ...],
     threshold: float,
@@ -196,6 +209,10 @@ def dedupe(
     from auditor.clean.from_run import run_data
     from auditor.run import Run
 
+    if out is None:
+        if not dry_run:
+            raise click.UsageError("Missing option '--out'; only --dry-run goes without")
+        out = Path("nowhere")
     with _checking():
         config = DedupeConfig(
             threshold=threshold,
@@ -256,9 +273,11 @@ def verify(folder: Path, sample: int | None, as_json: bool) -> None:
             click.echo(f"FAILED  {failure}")
         for parent in result.missing_parents:
             click.echo(f"not there to compare: {parent}")
-        hashed = f"{result.n_shards_hashed} of {result.n_shards} shards"
-        verdict = "verified" if result.ok else f"{len(result.failures)} failures"
-        click.echo(f"{verdict}: {hashed}, {result.n_rows} rows")
+        verdict = "verified" if result.ok else f"FAILED, {len(result.failures)} in all"
+        click.echo(
+            f"{verdict}: hashed {result.n_shards_hashed} of {result.n_shards} shards, checked the "
+            f"decisions on {result.n_rows} input rows"
+        )
     if not result.ok:
         sys.exit(1)
 
@@ -322,6 +341,11 @@ def _notes(document: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{document['capped_buckets']['n_buckets']} hot buckets were capped: some pairs were "
             "not compared, and a second pass may drop more."
+        )
+    if document["mix"]["unmatched"]:
+        yield (
+            "The run knows sources that the shards do not name, which were left out of the "
+            f"weights: {', '.join(document['mix']['unmatched'][:5])}"
         )
     if not document["mix"]["feasible"]:
         yield (

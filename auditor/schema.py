@@ -20,7 +20,7 @@ REPORT_VERSION: Final = 1
 """Version of the JSON that ``auditor report --json`` prints."""
 
 ID_COLUMNS: Final = ("id", "sample_id", "__key__")
-TEXT_COLUMNS: Final = ("text", "content")
+TEXT_COLUMNS: Final = ("text",)
 TOKEN_COLUMNS: Final = ("input_ids", "tokens")
 MASK_COLUMN: Final = "attention_mask"
 """Columns that tell a sample and its content, the first that is there: the same when a run is

@@ -131,14 +131,14 @@ def dedupe(
         config: settings.
         run_id: run whose data this is, recorded in the manifest.
         source_weights: weights the run drew its sources with; default: by number of rows. A source
-            left out weighs nothing.
+            left out weighs nothing. Names that are not in the inputs are listed as ``unmatched``
+            in the manifest; when none is, weights go by rows.
         n_samples: samples the run consumes, to project epochs; default: one pass over the inputs.
         progress: called with stage (read, verify, write), shards done and shards in all.
         dry_run: decide, and write nothing.
 
     Raises:
         ShardError: an input cannot be read, or the output folder is in use.
-        ValueError: weights for sources that are not in the inputs.
     """
     out = Path(out)
     tell: Progress = progress or (lambda stage, done, total: None)
@@ -240,9 +240,8 @@ def _sources(
     rows_in = np.bincount(codes, minlength=len(names))
     rows_out = np.bincount(codes[kept], minlength=len(names))
     wished = dict(zip(sources, rows_in.tolist(), strict=True))
-    if source_weights is not None:
-        if unknown := sorted(set(source_weights) - set(sources)):
-            raise ValueError(f"weights for sources not in the inputs: {unknown}; found: {sources}")
+    unmatched = sorted(set(source_weights or ()) - set(sources))
+    if source_weights is not None and any(source_weights.get(name, 0) > 0 for name in sources):
         wished = {name: source_weights.get(name, 0) for name in sources}
     total = sum(wished.values())
     consumed = len(codes) if n_samples is None else n_samples
@@ -266,6 +265,7 @@ def _sources(
         "max_epochs": config.max_epochs,
         "feasible": mix.feasible if mix else False,
         "capped": list(mix.capped) if mix else [],
+        "unmatched": unmatched,
     }
 
 

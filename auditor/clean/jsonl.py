@@ -20,8 +20,16 @@ import zstandard
 from numpy.typing import NDArray
 
 from auditor.clean.files import atomic
-from auditor.clean.row import UNREADABLE, Row, choose_content, content_of, identity_of
+from auditor.clean.row import (
+    UNREADABLE,
+    Row,
+    choose_content,
+    content_of,
+    identity_of,
+    without_padding,
+)
 from auditor.errors import ShardError
+from auditor.schema import MASK_COLUMN
 
 Compression = Literal["gzip", "zstd", "none"]
 
@@ -185,7 +193,7 @@ def _row(fields: Any, column: str) -> Row:
         for part in column.split("."):
             value = value.get(part) if isinstance(value, dict) else None
     sample_id, source = identity_of(fields)
-    return Row(content_of(value), sample_id, source)
+    return Row(without_padding(content_of(value), fields.get(MASK_COLUMN)), sample_id, source)
 
 
 def _unreadable(path: Path, row: int, line: bytes, error: Exception) -> ShardError:

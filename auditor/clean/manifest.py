@@ -8,9 +8,9 @@ DIR/data/           the cleaned shards under their parents' relative names
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -22,17 +22,10 @@ from auditor.clean.files import atomic, sha256
 from auditor.clean.mixes import MixSampler
 from auditor.clean.shards import Shard
 from auditor.errors import AuditorError, ManifestError, SchemaVersionError
+from auditor.run import polars_schema
 from auditor.schema import MANIFEST_VERSION, ROWS
 
-_KINDS: Final = {
-    "str": pl.String,
-    "i32": pl.Int32,
-    "i64": pl.Int64,
-    "f32": pl.Float32,
-    "f64": pl.Float64,
-    "bool": pl.Boolean,
-}
-ROWS_SCHEMA: Final = {name: _KINDS[kind] for name, kind in ROWS.items()}
+ROWS_SCHEMA: Final = polars_schema(ROWS)
 
 _REQUIRED: Final = ("manifest_version", "shards", "sources", "counts", "parameters", "rows_sha256")
 _REQUIRED_OF_SHARD: Final = (
@@ -87,31 +80,59 @@ class Manifest:
 
     @cached_property
     def dataset(self) -> Any:
-        """``datasets.Dataset`` over the cleaned shards in manifest order, rows in shard order."""
+        """``datasets.Dataset`` over the cleaned shards in manifest order, rows in shard order.
+
+        Columns: ``text`` (str) or ``input_ids`` (list of int64; padding under an attention mask
+        left out), whichever the shards hold; ``id`` (str), ``source`` (str), ``shard`` (str) and
+        ``row`` (int64, in the cleaned shard). Shards of one corpus often differ in their other
+        columns; those stay in the files. Kept as Arrow on disk in the cache of ``datasets``.
+
+        Raises ``ManifestError`` where some shards hold text and others tokens, or no row was kept.
+        """
         import datasets
 
-        filled = [
-            shard
-            for shard, entry in zip(self.shards, self.document["shards"], strict=True)
-            if entry["rows_out"]
-        ]
-        if not filled:
-            raise ManifestError("no row was kept", path=self._folder())
-        parts = []
-        for kind, group in groupby(filled, key=lambda shard: shard.format):
-            paths = [str(shard.path) for shard in group]
-            read = (
-                datasets.Dataset.from_parquet if kind == "parquet" else datasets.Dataset.from_json
-            )
-            parts.append(read(paths))
-        whole = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-        if len(whole) != self.counts["rows_out"]:
+        column = self._content_column()
+        kind = (
+            datasets.Value("string")
+            if column == "text"
+            else datasets.Sequence(datasets.Value("int64"))
+        )
+        names = {name: datasets.Value("string") for name in ("id", "source", "shard")}
+        return datasets.Dataset.from_generator(
+            _dataset_rows,
+            features=datasets.Features({column: kind, **names, "row": datasets.Value("int64")}),
+            # What the rows depend on names the cached copy: files by their hash.
+            gen_kwargs={
+                "folder": str(self._folder().absolute()),
+                "column": column,
+                "hashes": (
+                    self.document["rows_sha256"],
+                    *(entry["child_sha256"] for entry in self.document["shards"]),
+                ),
+            },
+        )
+
+    def _content_column(self) -> str:
+        """What the cleaned shards hold: ``text`` or ``input_ids``."""
+        kinds = {}
+        for shard, entry in zip(self.shards, self.document["shards"], strict=True):
+            rows = shard.rows(content=self._content()) if entry["rows_out"] else ()
+            first = next((row.content for row in rows if row.content is not None), None)
+            if first is not None:
+                kinds["text" if isinstance(first, str) else "input_ids"] = shard.name
+        if len(kinds) > 1:
             raise ManifestError(
-                f"datasets reads {len(whole)} rows, the manifest has {self.counts['rows_out']}",
+                f"{kinds['text']} holds text and {kinds['input_ids']} tokens",
                 path=self._folder(),
-                remedy="Run auditor verify on the folder",
+                remedy="Clean them apart, or load them with datasets.load_dataset",
             )
-        return whole
+        if not self.counts["rows_out"]:
+            raise ManifestError("no row was kept", path=self._folder())
+        return next(iter(kinds), "text")
+
+    def _content(self) -> str | None:
+        content = self.document["parameters"].get("content")
+        return None if content is None else str(content)
 
     def sampler(self, seed: int, n_samples: int) -> MixSampler:
         """Indices into ``dataset`` drawn by ``weights``; for ``DataLoader(sampler=...)``."""
@@ -132,6 +153,24 @@ class Manifest:
         if self.directory is None:
             raise ManifestError("a dry run wrote no files", remedy="Run again without --dry-run")
         return self.directory
+
+
+def _dataset_rows(folder: str, column: str, hashes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Rows of ``Manifest.dataset``; ``hashes`` only names the cached copy."""
+    manifest = load_manifest(folder)
+    kept = manifest.rows.filter(pl.col("decision") == "kept").select("sample_id", "source")
+    identities = kept.iter_rows()
+    for shard, entry in zip(manifest.shards, manifest.document["shards"], strict=True):
+        rows = shard.rows(content=manifest._content()) if entry["rows_out"] else ()
+        for number, row in enumerate(rows):
+            sample_id, source = next(identities)
+            yield {
+                column: row.content,
+                "id": sample_id,
+                "source": source,
+                "shard": shard.name,
+                "row": number,
+            }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +249,8 @@ def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
         elif sha256(parent) != entries[i]["parent_sha256"]:
             failures.append(f"{parent}: the input has changed since it was cleaned")
     _check_rows(manifest, failures)
+    _check_totals(manifest, failures)
+    _check_strays(manifest, failures)
     return VerifyResult(
         n_shards=len(entries),
         n_shards_hashed=len(picked),
@@ -295,6 +336,31 @@ def _check_rows(manifest: Manifest, failures: list[str]) -> None:
     ).height
     if orphans:
         failures.append(f"{path}: {orphans} duplicates were dropped for a keeper that is not kept")
+
+
+def _check_totals(manifest: Manifest, failures: list[str]) -> None:
+    """Counts and weights of the document against the rows."""
+    try:
+        rows = manifest.rows
+    except AuditorError:
+        return  # said already
+    found = dict(rows.filter(pl.col("reason").is_not_null()).group_by("reason").len().iter_rows())
+    found |= {"rows_in": rows.height, "rows_out": (rows["decision"] == "kept").sum()}
+    for name in ("rows_in", "rows_out", "exact", "near", "repetition", "unreadable"):
+        said, there = manifest.counts.get(name, 0), found.get(name, 0)
+        if said != there:
+            failures.append(f"manifest.json: {name} is {said}, rows.parquet has {there}")
+    total = sum(manifest.weights.values())
+    if total and abs(total - 1.0) > 1e-6:
+        failures.append(f"manifest.json: weights of the sources sum to {total:.6f}, not to one")
+
+
+def _check_strays(manifest: Manifest, failures: list[str]) -> None:
+    """Files among the cleaned shards that the manifest knows nothing of."""
+    folder = manifest._folder() / "data"
+    known = {shard.path.resolve() for shard in manifest.shards}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    failures += [f"{path}: not in the manifest" for path in files if path.resolve() not in known]
 
 
 def _read_rows(path: Path) -> pl.DataFrame:

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from auditor.clean.files import atomic
-from auditor.clean.row import ID_COLUMNS, Row, choose_content, identity_of
+from auditor.clean.row import Row, choose_content, identity_of, without_padding
 from auditor.errors import ShardError
+from auditor.schema import ID_COLUMNS, MASK_COLUMN
 
 _BATCH_ROWS = 1024
 
@@ -51,12 +52,13 @@ def read_parquet(path: Path, *, content: str | None) -> Iterator[Row]:
                 remedy="Name a column at the top level with --content",
             )
         _check_type(file.schema_arrow.field(column).type, column, path)
-        others = [name for name in (*ID_COLUMNS, "source", "meta") if name in names]
+        wanted = (*ID_COLUMNS, "source", "meta", MASK_COLUMN)
+        others = [name for name in wanted if name in names and name != column]
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column, *others]):
             fields = [batch.column(name).to_pylist() for name in others]
             for i, value in enumerate(_contents(batch.column(column))):
-                identity = identity_of({n: c[i] for n, c in zip(others, fields, strict=True)})
-                yield Row(value, *identity)
+                own = {n: c[i] for n, c in zip(others, fields, strict=True)}
+                yield Row(without_padding(value, own.get(MASK_COLUMN)), *identity_of(own))
 
 
 def copy_parquet(path: Path, out: Path, keep: NDArray[np.bool_]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from auditor.clean.mixes import cap_repetition
+from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ def propose(suspects: pl.DataFrame, exposures: pl.LazyFrame) -> Proposal:
     blamed = suspects.filter((pl.col("level") == "source") & (pl.col("verdict") == "blamed"))
     if blamed.is_empty():
         return Proposal(NO_CHANGE, False, {}, {}, {}, {})
+    is_new = pl.col("dup_run").fill_null(0) == 0
+    is_near = pl.col("duplication").fill_null(0) >= DUPLICATE_SIMILARITY
     seen = (
         exposures.filter(pl.col("state") == "trained")
-        .with_columns(pl.col("source").fill_null("unknown"))
+        .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
         .group_by("source")
         .agg(
             pl.len().alias("n"),
-            ((pl.col("dup_run").fill_null(0) == 0) & (pl.col("duplication").fill_null(0) < 0.8))
-            .sum()
-            .alias("n_distinct"),
+            (is_new & ~is_near).sum().alias("n_distinct"),
         )
         .sort("source")
         .collect()

@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.errors import ShardError
-
-TEXT_COLUMNS = ("text",)
-TOKEN_COLUMNS = ("input_ids", "tokens")
-ID_COLUMNS = ("id", "sample_id", "__key__")
+from auditor.schema import ID_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
 
 
 class Row(NamedTuple):
@@ -46,7 +43,8 @@ def choose_content(columns: Collection[str], wanted: str | None, path: Path) -> 
         if name in columns:
             return name
     raise ShardError(
-        f"no column named text, input_ids or tokens; columns found: {_listed(columns)}",
+        f"no column named {', '.join((*TEXT_COLUMNS, *TOKEN_COLUMNS))}; "
+        f"columns found: {_listed(columns)}",
         path=path,
         remedy="Name the column that holds the content with --content",
     )
@@ -62,6 +60,20 @@ def content_of(value: Any) -> str | NDArray[np.int64] | None:
         except OverflowError:
             return None
     return None
+
+
+def without_padding(
+    content: str | NDArray[np.int64] | None, mask: Any
+) -> str | NDArray[np.int64] | None:
+    """Token ids where the attention mask is not 0; without a mask of their length, all of them.
+
+    Padding would count as content that repeats itself.
+    """
+    if not isinstance(content, np.ndarray) or not isinstance(mask, list):
+        return content
+    if len(mask) != len(content) or not all(isinstance(one, int | float) for one in mask):
+        return content
+    return content[np.asarray(mask) != 0]
 
 
 def identity_of(fields: Mapping[str, Any]) -> tuple[str | None, str | None]:

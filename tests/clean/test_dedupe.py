@@ -227,8 +227,37 @@ def test_dedupe_projects_epochs_and_keeps_them_within_the_budget(tmp_path: Path)
     assert entry["projected_epochs"] == pytest.approx(4)
     assert manifest.weights == pytest.approx({"small": 0.01, "large": 0.99})
     assert manifest.document["mix"]["capped"] == ["small"]
-    with pytest.raises(ValueError, match="medium"):
-        dedupe([path], tmp_path / "out2", source_weights={"medium": 1})
+    assert manifest.document["mix"]["unmatched"] == []
+
+
+def test_weights_of_sources_that_the_shards_do_not_name_are_left_out_and_listed(
+    tmp_path: Path,
+) -> None:
+    rows = [{"text": f"row {i} of many", "source": "ab"[i % 4 == 0]} for i in range(40)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    partly = dedupe([path], tmp_path / "out", source_weights={"a": 1, "web": 3}, dry_run=True)
+    assert partly.document["mix"]["unmatched"] == ["web"]
+    assert partly.document["sources"]["a"]["weight_before"] == 1.0
+    none = dedupe([path], tmp_path / "out", source_weights={"web": 1}, dry_run=True)
+    assert none.document["mix"]["unmatched"] == ["web"]
+    assert none.document["sources"]["b"]["weight_before"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_padding_under_an_attention_mask_is_no_repetition(form: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "input_ids": [*range(100 * i, 100 * i + 20), *[0] * 44],
+            "attention_mask": [1] * 20 + [0] * 44,
+        }
+        for i in range(8)
+    ]
+    path = tmp_path / f"a.{form}"
+    if form == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        pl.DataFrame(rows).write_parquet(path)
+    assert dedupe([path], tmp_path / "out").counts["rows_out"] == 8
 
 
 corpus = st.lists(

@@ -171,3 +171,28 @@ def test_manifest_that_is_missing_or_malformed_is_refused(cleaned: Path, tmp_pat
     (cleaned / "manifest.json").write_text("{")
     with pytest.raises(ManifestError, match="not JSON"):
         load_manifest(cleaned)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["counts"].update(near=d["counts"]["near"] + 1), "near is"),
+        (lambda d: d["counts"].update(rows_out=0), "rows_out is 0"),
+        (lambda d: d["sources"]["b"].update(weight=0.01), "sum to"),
+    ],
+    ids=["reason", "rows", "weight"],
+)
+def test_verify_fails_when_the_document_disagrees_with_the_rows(
+    cleaned: Path, change: Any, words: str
+) -> None:
+    path = cleaned / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    assert any(words in failure for failure in verify(cleaned).failures)
+
+
+def test_verify_fails_when_a_stranger_is_among_the_shards(cleaned: Path) -> None:
+    (cleaned / "data" / "extra.jsonl").write_text("{}\n")
+    (failure,) = verify(cleaned).failures
+    assert "extra.jsonl: not in the manifest" in failure
