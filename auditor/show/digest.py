@@ -20,6 +20,7 @@ NO_DATA_CAUSE: Final = "No data cause found."
 NOT_TESTED: Final = "Not tested: too little history before the onset, or no exposures recorded."
 NO_EVENT: Final = "No event: no signal left what was normal for this run."
 NOTHING_TO_DO: Final = "Nothing to do."
+SAMPLE_MORE: Final = "Sample more often with a lower every=, or train longer, and report again."
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def blaming(explanation: Explanation) -> list[dict[str, Any]]:
 
 def what_to_do(explanation: Explanation, proposal: Proposal) -> str:
     """The first thing to do: the earliest data episode's action, else the earliest episode's."""
+    if not explanation.judged:
+        return SAMPLE_MORE
     found = [one for one in episodes(explanation) if one.diagnosis is not None]
     if not found:
         return NOTHING_TO_DO if explanation.events.is_empty() else proposal.summary

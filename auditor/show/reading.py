@@ -43,8 +43,8 @@ _STATISTICS: Final = (
     ),
     (
         "lag",
-        "Steps from the start of the strongest stretch to the onset. A lag of 0 means that the "
-        "batch was measured on itself.",
+        "Steps from the start of the strongest stretch to the onset; negative where it began after "
+        "the first bad sample, which only a signal of the batch itself can show.",
     ),
     *(
         (f"verdict: {name}", f"{words[0].upper()}{words[1:]}.")

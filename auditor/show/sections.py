@@ -23,6 +23,8 @@ def headline(explanation: Explanation) -> str:
     """The finding in a few words; the verdict says it in full."""
     if explanation.culprit is not None:
         return f"Likely data cause: {explanation.culprit}"
+    if not explanation.judged:
+        return "Not judged"
     if explanation.events.is_empty():
         return "No event"
     if explanation.suspects.is_empty():
@@ -234,7 +236,7 @@ def suspects_table(rows: list[dict[str, Any]], caption: str) -> str:
                         ("q", wording.chance),
                     )
                 ),
-                Cell(_NO_NUMBER if row["lag"] is None else f"{row['lag']}", is_number=True),
+                Cell(_NO_NUMBER if row["lag"] is None else f"{row['lag']:,}", is_number=True),
                 Cell(verdict, tag=verdict),
             ]
         )

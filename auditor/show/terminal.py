@@ -42,8 +42,8 @@ def print_report(
     _grades(console, explanation)
     for episode in digest.episodes(explanation):
         _episode(console, explanation, episode)
-    if explanation.events.is_empty() and not explanation.verdict.startswith("No event"):
-        _line(console, "Events", digest.NO_EVENT)
+    if not explanation.judged:
+        _line(console, "Next", digest.SAMPLE_MORE)
     _heading(console, "Proposal")
     _proposal(console, proposal)
     _heading(console, "Gaps in the record")
@@ -150,10 +150,10 @@ def _source(console: Console, row: Mapping[str, Any], least: float | None) -> No
     console.print(text)
     strong = f"{_exposure(row)}; z {wording.deviations(row['z'])}"
     _line(console, "      how strong", strong, label_chars=18)
-    lag = "" if row["lag"] is None else f"; lag {wording.counted(row['lag'], 'step')}"
+    lag = "" if row["lag"] is None else f"; {wording.lag(row['lag'])}"
     sure = (
         f"p {wording.chance(row['p'])} (smallest attainable {wording.chance(least)}), "
-        f"q {wording.chance(row['q'])}{lag}"
+        f"q {wording.chance(row['q'])}{lag}{wording.bound(row['p'], least)}"
     )
     _line(console, "      how sure", sure, label_chars=18)
 

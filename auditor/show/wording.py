@@ -83,6 +83,18 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
+def lag(n: int) -> str:
+    """Steps from the strongest stretch to the onset, which it may also follow."""
+    return f"lag {counted(n, 'step')}" if n >= 0 else f"began {counted(-n, 'step')} after the onset"
+
+
+def bound(p: float | None, least: float | None) -> str:
+    """What to make of a p that could not have been smaller."""
+    if p is None or least is None or least <= 0.05 or p > least + 1e-9:
+        return ""
+    return "; as small as one event allows in so short a run: the verdict rests on z"
+
+
 def kind(name: str) -> str:
     return KINDS.get(name, name.replace("_", " "))
 

@@ -193,6 +193,7 @@ def explanation(**changes: Any) -> Explanation:
         "smallest_p": {0: 0.005, 1: 0.005},
         "verdict": "1 episode; the first to blame is novels.",
         "culprit": "novels",
+        "judged": True,
         "gaps": ["attempt 0, rank 0: 3 frames dropped"],
     }
     return Explanation(**{**usual, **changes})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import explanations
 import numpy as np
@@ -112,10 +111,3 @@ def test_composition_without_scores_has_gaps_not_zeros() -> None:
 
 def test_composition_of_nothing_is_none() -> None:
     assert series.composition_of(explanations.explanation(**explanations.EMPTY)) is None
-
-
-def test_thin_is_quick() -> None:
-    values = np.random.default_rng(0).normal(size=1_000_000)
-    start = time.perf_counter()
-    series.thin(np.arange(1_000_000, dtype=np.float64), values)
-    assert time.perf_counter() - start < 1.0

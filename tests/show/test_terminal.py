@@ -128,3 +128,15 @@ def test_terminal_needs_no_unicode() -> None:
     )
     out.flush()
     assert b"Verdict" in raw.getvalue()
+
+
+def test_run_too_short_to_judge_is_not_called_healthy() -> None:
+    verdict = "Not judged: 2 sampled steps. Lower every= for a short run."
+    explanation = explanations.without_events(judged=False, verdict=verdict)
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    print_report(console, explanation, explanations.proposal(), None)
+    assert isinstance(console.file, io.StringIO)
+    text = " ".join(console.file.getvalue().split())
+    assert "Not judged" in text
+    assert "lower every=" in text
+    assert "No event" not in text

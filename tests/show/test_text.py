@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import unicodedata
 
 import pytest
@@ -27,14 +26,6 @@ def test_clean_removes_whole_escapes_and_keeps_the_text_between() -> None:
 def test_clean_keeps_scripts_and_joined_emoji() -> None:
     assert clean("شعر عربي") == "شعر عربي"
     assert clean("\U0001f469\u200d\U0001f52c") == "\U0001f469\u200d\U0001f52c"
-
-
-def test_clean_is_quick_on_long_and_on_hostile_text() -> None:
-    start = time.perf_counter()
-    clean("x" * 10_000_000)
-    clean("\x1b]" * 1_000_000)
-    clean("\x1b[" * 1_000_000)
-    assert time.perf_counter() - start < 1.0
 
 
 def test_clean_marks_what_it_cut() -> None:
