@@ -7,7 +7,8 @@
 Every row gets one decision, tried in this order:
 
 1. ``unreadable``: the line is not JSON (only with ``on_error="skip"``, else an error).
-2. ``repetition``: the sample repeats itself. Such a row is nobody's keeper, since it is not kept.
+2. ``repetition``: the sample repeats itself. Such a row is nobody's keeper, since it is not kept,
+   and is in no cluster.
 3. ``exact``: same normalised content as a kept row.
 4. ``near``: exact Jaccard similarity to a kept row at or above the threshold.
 
@@ -51,14 +52,14 @@ from auditor.clean.scan import (
 from auditor.clean.shards import MARKER, Shard, begin_out, check_out, find_shards
 from auditor.errors import ShardError
 from auditor.measure.sketch import NORMALISATION_VERSION
-from auditor.schema import MANIFEST_VERSION
+from auditor.schema import DUPLICATE_SIMILARITY, MANIFEST_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupeConfig:
     """Settings of ``dedupe``; a bad value raises ``ValueError``."""
 
-    threshold: float = 0.8
+    threshold: float = DUPLICATE_SIMILARITY
     """Exact Jaccard similarity from which two samples are near-duplicates."""
     shingle: Literal["auto", "word5", "char5", "token5"] = "auto"
     """``auto``: token5 for token ids, else word5 or char5 by the text's script."""
@@ -72,7 +73,12 @@ class DedupeConfig:
     max_epochs: float = 4.0
     """Repetition budget for the weights that the manifest proposes."""
     content: str | None = None
-    """Column of the content; None: text, else input_ids or tokens."""
+    """Column of the content; None: text, else input_ids or tokens.
+
+    Of token ids, those under the ones of a column ``attention_mask`` count: padding is no content.
+    Without a mask all ids do, and rows that are mostly padding are dropped for repetition: add the
+    mask, or set ``repetition=False``.
+    """
     on_error: Literal["raise", "skip"] = "raise"
     """What a row that cannot be parsed does: end the run, or be dropped as unreadable."""
 

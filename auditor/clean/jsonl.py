@@ -29,7 +29,7 @@ from auditor.clean.row import (
     without_padding,
 )
 from auditor.errors import ShardError
-from auditor.schema import MASK_COLUMN
+from auditor.schema import MASK_COLUMN, TEXT_COLUMNS
 
 Compression = Literal["gzip", "zstd", "none"]
 
@@ -136,7 +136,7 @@ def read_jsonl(path: Path, *, content: str | None, skip_unreadable: bool) -> Ite
             held.clear()
     if held:
         if not columns and all(fields is UNREADABLE for fields in held):
-            column = content or "text"
+            column = content or TEXT_COLUMNS[0]
         else:
             column = choose_content(columns, content, path)
         yield from (_row(earlier, column) for earlier in held)

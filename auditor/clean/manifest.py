@@ -3,6 +3,10 @@
 DIR/manifest.json   parents and children with their SHA-256, parameters, counts, weights
 DIR/rows.parquet    one row per input row, columns of ``schema.ROWS``
 DIR/data/           the cleaned shards under their parents' relative names
+
+A row that was kept has no reason; one dropped as exact or near has a keeper, its Jaccard similarity
+to it and a cluster, and so has a keeper its cluster. Rows dropped for repetition or as unreadable
+are compared with nothing: ``cluster``, ``keeper_shard``, ``keeper_row`` and ``jaccard`` are null.
 """
 
 from __future__ import annotations
@@ -224,8 +228,9 @@ def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
     """Check a cleaned folder against its manifest.
 
     Children by SHA-256 and number of rows, ``rows.parquet`` by SHA-256 and for consistency (every
-    row once, kept and dropped add up, every keeper is kept), parents by SHA-256 where they are
-    still there.
+    row once, kept and dropped add up, every keeper is kept), counts against a recount, weights
+    against a sum of one, ``data/`` for files that the manifest does not name, parents by SHA-256
+    where they are still there.
 
     Args:
         directory: folder or ``manifest.json``.
@@ -346,12 +351,15 @@ def _check_totals(manifest: Manifest, failures: list[str]) -> None:
         return  # said already
     found = dict(rows.filter(pl.col("reason").is_not_null()).group_by("reason").len().iter_rows())
     found |= {"rows_in": rows.height, "rows_out": (rows["decision"] == "kept").sum()}
-    for name in ("rows_in", "rows_out", "exact", "near", "repetition", "unreadable"):
+    always = ("rows_in", "rows_out", "exact", "near", "repetition", "unreadable")
+    for name in dict.fromkeys((*always, *sorted(found))):
         said, there = manifest.counts.get(name, 0), found.get(name, 0)
         if said != there:
             failures.append(f"manifest.json: {name} is {said}, rows.parquet has {there}")
-    total = sum(manifest.weights.values())
-    if total and abs(total - 1.0) > 1e-6:
+    weights = manifest.weights.values()
+    total = sum(weights)
+    # All are zero where nothing is left to draw; a sum that is no number is not one either.
+    if any(weights) and not abs(total - 1.0) <= 1e-6:
         failures.append(f"manifest.json: weights of the sources sum to {total:.6f}, not to one")
 
 

@@ -65,15 +65,16 @@ def content_of(value: Any) -> str | NDArray[np.int64] | None:
 def without_padding(
     content: str | NDArray[np.int64] | None, mask: Any
 ) -> str | NDArray[np.int64] | None:
-    """Token ids where the attention mask is not 0; without a mask of their length, all of them.
+    """Token ids under the ones of an attention mask of their length; padding is no content.
 
-    Padding would count as content that repeats itself.
+    Without such a mask (none there, of another length, not of 0 and 1) all ids are content: padding
+    is then not told from tokens, and much of it makes a row one that repeats itself.
     """
     if not isinstance(content, np.ndarray) or not isinstance(mask, list):
         return content
-    if len(mask) != len(content) or not all(isinstance(one, int | float) for one in mask):
+    if len(mask) != len(content) or not all(one in (0, 1) for one in mask):
         return content
-    return content[np.asarray(mask) != 0]
+    return content[np.asarray(mask, np.bool_)]
 
 
 def identity_of(fields: Mapping[str, Any]) -> tuple[str | None, str | None]:

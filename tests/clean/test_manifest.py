@@ -178,9 +178,11 @@ def test_manifest_that_is_missing_or_malformed_is_refused(cleaned: Path, tmp_pat
     [
         (lambda d: d["counts"].update(near=d["counts"]["near"] + 1), "near is"),
         (lambda d: d["counts"].update(rows_out=0), "rows_out is 0"),
+        (lambda d: d["counts"].update(rows_in=9), "rows_in is 9"),
         (lambda d: d["sources"]["b"].update(weight=0.01), "sum to"),
+        (lambda d: d["sources"]["b"].update(weight=float("nan")), "sum to nan"),
     ],
-    ids=["reason", "rows", "weight"],
+    ids=["reason", "rows", "rows in", "weight", "no weight"],
 )
 def test_verify_fails_when_the_document_disagrees_with_the_rows(
     cleaned: Path, change: Any, words: str
@@ -192,7 +194,22 @@ def test_verify_fails_when_the_document_disagrees_with_the_rows(
     assert any(words in failure for failure in verify(cleaned).failures)
 
 
-def test_verify_fails_when_a_stranger_is_among_the_shards(cleaned: Path) -> None:
-    (cleaned / "data" / "extra.jsonl").write_text("{}\n")
+def test_verify_fails_for_a_reason_that_was_not_counted(cleaned: Path) -> None:
+    path = cleaned / "rows.parquet"
+    rows = pl.read_parquet(path)
+    rows.with_columns(reason=pl.col("reason").replace("exact", "implicated")).write_parquet(path)
+    assert any("implicated is 0" in failure for failure in verify(cleaned).failures)
+
+
+def test_verify_lets_weights_be_zero_where_nothing_is_left_to_draw(cleaned: Path) -> None:
+    edit(cleaned, lambda d: [entry.update(weight=0.0) for entry in d["sources"].values()])
+    assert verify(cleaned).ok
+
+
+@pytest.mark.parametrize("name", ["extra.jsonl", "nested/extra.txt"])
+def test_verify_fails_when_a_stranger_is_among_the_shards(cleaned: Path, name: str) -> None:
+    stranger = cleaned / "data" / name
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("{}\n")
     (failure,) = verify(cleaned).failures
-    assert "extra.jsonl: not in the manifest" in failure
+    assert f"{name}: not in the manifest" in failure
