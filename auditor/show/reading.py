@@ -16,9 +16,11 @@ from auditor.show.text import escape, escape_own
 _STATISTICS: Final = (
     (
         "exposure and control",
-        "The share of the samples consumed just before an event, in its strongest stretch of "
-        "steps, and the same share in this run's own history before the episode. A source is "
-        "only ever compared with itself.",
+        f"Exposure is the share of the samples in the strongest {attribution.STRETCH_STEPS} steps "
+        "of the lookback, not the mean over it. The lookback ends at the first bad sample, and "
+        f"{attribution.STRETCH_STEPS} steps later for a signal of the training batch. Control is "
+        "the same share over this run's own steps before the lookback and the episode: a source "
+        "is only ever compared with itself.",
     ),
     (
         "lift",
@@ -43,8 +45,9 @@ _STATISTICS: Final = (
     ),
     (
         "lag",
-        "Steps from the start of the strongest stretch to the onset; negative where it began after "
-        "the first bad sample, which only a signal of the batch itself can show.",
+        "Steps from the start of the strongest stretch to the onset, the first bad sample. A "
+        "stretch that began N steps after the onset is said to have; the lag is then -N in the "
+        "JSON. Only signals of the training batch can have such a stretch.",
     ),
     *(
         (f"verdict: {name}", f"{words[0].upper()}{words[1:]}.")
@@ -96,7 +99,7 @@ def settings(explanation: Explanation) -> str:
         ("lookback before an onset", f"{attribution.LOOKBACK_STEPS} steps"),
         ("stretch compared", f"{attribution.STRETCH_STEPS} steps"),
         ("a source stands out from", f"|z| = {attribution.BLAME_DEVIATIONS:g}"),
-        ("near-duplicate from", f"estimated Jaccard {composition.DUPLICATE_SIMILARITY:g}"),
+        ("near-duplicate from", f"estimated Jaccard {schema.DUPLICATE_SIMILARITY:g}"),
         ("repetitive from", f"{composition.REPETITIVE_SHARE:.0%} of the sample repeated"),
         ("report schema", f"{schema.REPORT_VERSION}"),
     ]

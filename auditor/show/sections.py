@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from auditor.clean.proposal import Proposal
-from auditor.explain.attribution import BLAME_DEVIATIONS
+from auditor.explain.attribution import BLAME_DEVIATIONS, STRETCH_STEPS
 from auditor.explain.explanation import Explanation
 from auditor.show import digest, wording
 from auditor.show.digest import Episode
@@ -166,11 +166,11 @@ def _card(explanation: Explanation, episode: Episode) -> str:
         parts.append(f"<p><strong>{digest.NO_DATA_CAUSE}</strong></p>")
     least = wording.chance(explanation.smallest_p.get(episode.speaker))
     told = "stands out" if digest.is_data_cause(suspects) else "came closest"
-    caption = (
-        f"What {told} before event {episode.speaker}; smallest attainable p {least}, a source "
-        f"stands out from |z| = {BLAME_DEVIATIONS:g}"
-    )
     chosen = digest.standing_out(suspects)
+    caption = (
+        f"What {told} {wording.place(chosen)} event {episode.speaker}; smallest attainable p "
+        f"{least}, a source stands out from |z| = {BLAME_DEVIATIONS:g}"
+    )
     parts += [suspects_table(chosen, caption), _samples(explanation, chosen)]
     for event in episode.events:
         tested = digest.suspects_of_event(explanation, event["event"])
@@ -216,6 +216,7 @@ def _events_table(episode: Episode) -> str:
 
 
 def suspects_table(rows: list[dict[str, Any]], caption: str) -> str:
+    caption += f"; exposure is the share in the strongest {STRETCH_STEPS} steps"
     head = ["name", "what", "exposure", "control", "lift (95%)", "z", "p", "q", "lag", "verdict"]
     body = []
     for row in rows:
@@ -236,11 +237,18 @@ def suspects_table(rows: list[dict[str, Any]], caption: str) -> str:
                         ("q", wording.chance),
                     )
                 ),
-                Cell(_NO_NUMBER if row["lag"] is None else f"{row['lag']:,}", is_number=True),
+                _lag(row["lag"]),
                 Cell(verdict, tag=verdict),
             ]
         )
     return table(caption, head, body, inside=[row["level"] != "source" for row in rows])
+
+
+def _lag(steps: int | None) -> Cell:
+    """The column's bare number, and words where it would be negative."""
+    if steps is None:
+        return Cell(_NO_NUMBER, is_number=True)
+    return Cell(f"{steps:,}", is_number=True) if steps >= 0 else Cell(wording.lag(steps))
 
 
 def _samples(explanation: Explanation, rows: list[dict[str, Any]]) -> str:

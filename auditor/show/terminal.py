@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from auditor.clean.proposal import Proposal
-from auditor.explain.attribution import BLAME_DEVIATIONS
+from auditor.explain.attribution import BLAME_DEVIATIONS, STRETCH_STEPS
 from auditor.explain.explanation import Explanation
 from auditor.show import digest, wording
 from auditor.show.digest import Episode, GradePoint
@@ -105,10 +105,12 @@ def _episode(console: Console, explanation: Explanation, episode: Episode) -> No
 def _suspects(console: Console, explanation: Explanation, episode: Episode) -> None:
     assert episode.speaker is not None
     suspects = digest.suspects_of_event(explanation, episode.speaker)
+    chosen = digest.standing_out(suspects)
+    event = f"{wording.place(chosen)} event {episode.speaker}"
     if digest.is_data_cause(suspects):
-        head = f"What stands out before event {episode.speaker}"
+        head = f"What stands out {event}"
     else:
-        head = f"No data cause found. What came closest before event {episode.speaker}"
+        head = f"No data cause found. What came closest {event}"
     _line(
         console,
         "",
@@ -119,7 +121,7 @@ def _suspects(console: Console, explanation: Explanation, episode: Episode) -> N
         zip(explanation.previews["sample_id"], explanation.previews["preview"], strict=True)
     )
     shown: set[str] = set()
-    for row in digest.standing_out(suspects):
+    for row in chosen:
         if row["level"] == "source":
             _source(console, row, explanation.smallest_p.get(episode.speaker))
         else:
@@ -171,8 +173,8 @@ def _inside(console: Console, row: Mapping[str, Any]) -> None:
 
 def _exposure(row: Mapping[str, Any]) -> str:
     return (
-        f"{wording.percent(row['exposure'])} of the batch, control "
-        f"{wording.percent(row['control'])}; lift {wording.lift(row)}"
+        f"{wording.percent(row['exposure'])} of the batch in the strongest {STRETCH_STEPS} steps, "
+        f"control {wording.percent(row['control'])}; lift {wording.lift(row)}"
     )
 
 

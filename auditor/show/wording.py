@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 KINDS: Final[Mapping[str, str]] = {
@@ -84,8 +84,13 @@ def counted(n: int, noun: str) -> str:
 
 
 def lag(n: int) -> str:
-    """Steps from the strongest stretch to the onset, which it may also follow."""
+    """Steps from the start of the strongest stretch to the onset, which it may also follow."""
     return f"lag {counted(n, 'step')}" if n >= 0 else f"began {counted(-n, 'step')} after the onset"
+
+
+def place(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Where suspects stand to their event: before it, unless a stretch began after its onset."""
+    return "around" if any((row["lag"] or 0) < 0 for row in rows) else "before"
 
 
 def bound(p: float | None, least: float | None) -> str:

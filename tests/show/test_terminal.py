@@ -40,7 +40,9 @@ def test_terminal_tells_verdict_grades_suspects_and_action() -> None:
         "onset after step 145, by step 150",
         "0.81 -> 0.4, grade S7 -> S4",
         "source novels, near-duplicates: blamed",
-        "59.4% of the batch, control 0.10%; lift 123 (50 to 4,321); z 95.3",
+        "What stands out before event 0",
+        "59.4% of the batch in the strongest 10 steps, control 0.10%; lift 123 (50 to 4,321); "
+        "z 95.3",
         "p 0.0051 (smallest attainable 0.005), q 0.02; lag 1 step",
         "cluster novels-00001",
         '"Call me Ishmael."',
@@ -57,6 +59,15 @@ def test_terminal_lists_the_events_of_an_episode_in_order() -> None:
     text = printed(explanations.explanation(), explanations.proposal())
     assert text.index("event 0 input") < text.index("event 1 grade dropped")
     assert text.count("Episode ") == 1
+
+
+def test_terminal_says_when_a_stretch_began_after_the_onset() -> None:
+    for lag, told in ((-1, "began 1 step after the onset"), (-5, "began 5 steps after the onset")):
+        late = explanations.suspect(lag=lag)
+        made = explanations.explanation(suspects=explanations.frame(schema.SUSPECTS, [late]))
+        text = flat(printed(made, explanations.proposal()))
+        assert told in text
+        assert "What stands out around event 0" in text
 
 
 def test_terminal_shows_the_text_of_copies_once() -> None:
