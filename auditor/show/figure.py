@@ -45,7 +45,7 @@ FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans
 
 _TITLE_PX, _LEGEND_ROW_PX, _LANE_PX, _MISSING_PX, _GAP_PX = 21, 20, 18, 26, 12
 _CHARACTER_PX, _LEGEND_KEY_PX = 6.6, 48
-_RIGHT_AXIS = "y7"
+_RIGHT_AXIS, _HIDDEN_AXIS = "y7", "y8"
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def figure_of(explanation: Explanation) -> Figure:
         legend = _numbered("legend", number)
         places = [(trace, _numbered("y", number)) for trace in panel.traces]
         places += [(trace, _RIGHT_AXIS) for trace in panel.right]
+        places += [(trace, _HIDDEN_AXIS) for trace in panel.hidden]
         traces += [{**trace, "xaxis": "x", "yaxis": y, "legend": legend} for trace, y in places]
         layout[_numbered("yaxis", number)] = {**_axis(panel.axis), "anchor": "x"}
         if panel.right:
@@ -110,6 +111,13 @@ def figure_of(explanation: Explanation) -> Figure:
                 "anchor": "x",
                 "overlaying": _numbered("y", number),
                 "side": "right",
+            }
+        if panel.hidden:
+            layout["yaxis8"] = {
+                **_axis({"rangemode": "tozero"}),
+                "anchor": "x",
+                "overlaying": _numbered("y", number),
+                "visible": False,
             }
         layout[legend] = {
             "orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom",
@@ -120,7 +128,7 @@ def figure_of(explanation: Explanation) -> Figure:
     layout["xaxis"] = {
         "anchor": _numbered("y", drawn[-1]) if drawn else "y",
         "title": {"text": "step", "standoff": 6},
-        "range": [0, series.last_step(explanation)],
+        "range": list(series.reach(explanation)),
         "showspikes": True, "spikemode": "across", "spikesnap": "cursor", "spikethickness": 1,
         "spikedash": "solid", "spikecolor": NEUTRAL, "zeroline": False, "gridcolor": _GRID,
         "ticks": "outside", "tickcolor": NEUTRAL,
@@ -191,7 +199,7 @@ def _legend_rows(panel: Panel, width: Width) -> int:
     """Rows plotly will need: entries of a wrapped legend are all as wide as the widest."""
     names = [
         trace["name"]
-        for trace in [*panel.traces, *panel.right]
+        for trace in [*panel.traces, *panel.right, *panel.hidden]
         if trace.get("visible", True) and trace.get("showlegend", True)
     ]
     if not names:
@@ -232,15 +240,15 @@ def _grade_bands(explanation: Explanation) -> list[dict[str, Any]]:
         }
         for grade, colour in enumerate(GRADE_COLOURS)
     ]  # fmt: skip
-    warming = explanation.grades.filter(explanation.grades["alert"] == "warming")
-    if len(warming):
+    for n, (first, last) in enumerate(series.warm_ups(explanation.grades)):
+        # The first has the words for all: attempts may be short.
+        words = "" if n else "warm-up, not judged"
         bands.append(
             {
-                "type": "rect", "xref": "x", "x0": 0, "x1": warming["step"].max(), "yref": "y2",
+                "type": "rect", "xref": "x", "x0": first, "x1": last, "yref": "y2",
                 "y0": -0.5, "y1": 7.5, "layer": "below", "line": {"width": 0},
                 "fillcolor": NEUTRAL, "opacity": 0.3,
-                "label": {"text": "warm-up, not judged", "textposition": "bottom left",
-                          "font": {"size": 10}},
+                "label": {"text": words, "textposition": "bottom left", "font": {"size": 10}},
             }
         )  # fmt: skip
     return bands
@@ -274,7 +282,7 @@ def _lanes(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A bar per event from onset to recovery, labelled on the side that has room."""
     until = series.ends(explanation)
-    last = series.last_step(explanation)
+    first, last = series.reach(explanation)
     bars: list[dict[str, Any]] = []
     labels: list[dict[str, Any]] = []
     for lane, event in enumerate(explanation.events.sort("event").head(n).iter_rows(named=True)):
@@ -289,7 +297,7 @@ def _lanes(
                 "line": {"width": 1, "color": event_colour(event["kind"])},
             }
         )  # fmt: skip
-        is_late = high > 0.45 * last
+        is_late = high - first > 0.45 * (last - first)
         labels.append(
             {
                 "text": escape_label(f"{event['event']} {wording.kind(event['kind'])}"),

@@ -36,7 +36,11 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. ``right`` are traces on a second axis; without traces ``missing`` says why."""
+    """One panel; without traces ``missing`` says why.
+
+    ``right`` are traces on a second axis, ``hidden`` are on one that is not drawn: what counts of
+    them is their course, and hovering tells the values.
+    """
 
     title: str
     traces: list[Trace]
@@ -45,6 +49,7 @@ class Panel:
     height: int = 170
     right: list[Trace] = field(default_factory=list)
     right_axis: Mapping[str, Any] = field(default_factory=dict)
+    hidden: list[Trace] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -155,6 +160,8 @@ def optimizer_panel(signals: pl.DataFrame) -> Panel:
         ),
     ]
     losses = [one for one in losses if one[0].is_defined]
+    rate = series.line(series.of_signal(signals, "lr", "step"), "learning rate")
+    rates = [_trace(rate, "learning rate", ".3g", NEUTRAL, "dot", 1.2)] if rate.is_defined else []
     positive = norm.values[np.isfinite(norm.values) & (norm.values > 0)]
     is_log = len(positive) > 0 and positive.max() / positive.min() > LOG_SPAN
     left = [_trace(norm, "gradient norm", ".3g", "#b5a83d", "solid")] if norm.is_defined else []
@@ -163,12 +170,13 @@ def optimizer_panel(signals: pl.DataFrame) -> Panel:
     left_axis: dict[str, Any] = {"title": {"text": "gradient norm"}, "nticks": 5}
     left_axis |= {"type": "log", "dtick": 1} if is_log else {"rangemode": "tozero"}
     return Panel(
-        "Gradient norm and loss",
-        left or right,
-        left_axis if left else loss_axis,
-        "No loss and no gradient norm were recorded.",
+        "Gradient norm, loss and learning rate" if rates else "Gradient norm and loss",
+        left or right or rates,
+        left_axis if left else loss_axis if right else {"title": {"text": "learning rate"}},
+        "No loss, no gradient norm and no learning rate were recorded.",
         right=right if left else [],
         right_axis={**loss_axis, "showgrid": False} if left and right else {},
+        hidden=rates if left or right else [],
     )
 
 

@@ -202,16 +202,28 @@ def composition_of(explanation: Explanation) -> Composition | None:
     return Composition(width, shares, duplicates, repetition)
 
 
-def last_step(explanation: Explanation) -> int:
-    """The last step any table knows, at least 1."""
+def reach(explanation: Explanation) -> tuple[int, int]:
+    """The first and the last step that any table knows, at least one step apart."""
     frames = (explanation.signals, explanation.grades, explanation.composition)
-    steps = [int(frame["step"].max()) for frame in frames if frame["step"].max() is not None]  # type: ignore[arg-type]
-    return max([1, *steps])
+    steps = pl.concat(frame.select(pl.col("step").cast(pl.Int64)) for frame in frames)["step"]
+    first, last = steps.min(), steps.max()
+    if first is None or last is None:
+        return 0, 1
+    return int(first), max(int(last), int(first) + 1)  # type: ignore[arg-type]
+
+
+def warm_ups(grades: pl.DataFrame) -> list[tuple[int, int]]:
+    """First and last step of each attempt that were not judged, of the steps that count."""
+    own = grades.filter(
+        (pl.col("attempt") == pl.col("attempt").max().over("step")) & (pl.col("alert") == "warming")
+    )
+    spans = own.group_by("attempt").agg(first=pl.min("step"), last=pl.max("step"))
+    return list(spans.sort("attempt").select("first", "last").iter_rows())
 
 
 def ends(explanation: Explanation) -> Mapping[int, int]:
     """The step until which each event lasts, the run's last where it did not recover."""
-    last = last_step(explanation)
+    _, last = reach(explanation)
     return {
         event["event"]: last if event["recovery_step"] is None else event["recovery_step"]
         for event in explanation.events.iter_rows(named=True)

@@ -63,7 +63,7 @@ def signals(
     labels = {"attempt": 0, "rank": 0, "kind": "step", "site": ""}
     add(at, 4.0 * np.exp(-at / 100), signal="loss", **labels)
     add(at, 1.0 + (at == n_steps // 2) * 500.0, signal="grad_norm", **labels)
-    add(at, np.full(n_steps, 1e-3), signal="lr", **labels)
+    add(at, 1e-3 * np.minimum(1.0, (at + 1) / 20), signal="lr", **labels)
     return pl.concat(parts)
 
 
@@ -84,6 +84,22 @@ def grades(n_steps: int = 300) -> pl.DataFrame:
             }
         )
     return frame(schema.GRADES, rows)
+
+
+def resumed(*starts: int, n_steps: int = 150) -> dict[str, Any]:
+    """Changes that make a run of attempts at these steps, each with a warm-up of 50."""
+    tables: dict[str, list[pl.DataFrame]] = {"signals": [], "grades": [], "composition": []}
+    for attempt, start in enumerate(starts):
+        for name, made in (
+            ("signals", signals(n_steps)),
+            ("grades", grades(n_steps)),
+            ("composition", composition(n_steps)),
+        ):
+            moved = made.with_columns(
+                pl.lit(attempt, pl.Int32).alias("attempt"), pl.col("step") + start
+            )
+            tables[name].append(moved)
+    return {name: pl.concat(parts) for name, parts in tables.items()}
 
 
 def composition(

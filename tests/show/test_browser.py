@@ -148,7 +148,7 @@ def _unfilter(kind: int, row: bytearray, above: bytearray, n: int) -> None:
 def test_browser_draws_all_six_panels_without_network(open_page: Any, scheme: str) -> None:
     opened = open_page(USUAL, scheme=scheme).drawn()
     found = opened.page.evaluate(PATHS)
-    assert set(found) == {"xy", "xy2", "xy3", "xy4", "xy5", "xy6", "xy7"}
+    assert set(found) == {"xy", "xy2", "xy3", "xy4", "xy5", "xy6", "xy7", "xy8"}
     for name, height in found.items():
         assert height > 5, name
     assert n_colours(opened.page.locator("#figure").screenshot()) > 12
@@ -192,7 +192,13 @@ def test_browser_hover_is_unified_over_the_panels(open_page: Any) -> None:
     opened.page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2)
     opened.page.wait_for_selector("#figure .hoverlayer .legend")
     told = opened.page.locator("#figure .hoverlayer").text_content()
-    for words in ("rank ratio (raw), block 1", "grade S4", "probe loss", "share of novels"):
+    for words in (
+        "rank ratio (raw), block 1",
+        "grade S4",
+        "probe loss",
+        "learning rate: 0.001",
+        "share of novels",
+    ):
         assert words in told
     opened.assert_quiet()
 

@@ -135,7 +135,7 @@ def test_page_refers_to_nothing_outside(page: Page) -> None:
 def test_page_has_six_panels_on_one_step_axis(page: Page) -> None:
     data = page.figure["data"]
     assert {trace["xaxis"] for trace in data} == {"x"}
-    assert {trace["yaxis"] for trace in data} == {"y", "y2", "y3", "y4", "y5", "y6", "y7"}
+    assert {trace["yaxis"] for trace in data} == {"y", *(f"y{n}" for n in range(2, 9))}
     assert page.figure["layout"]["hovermode"] == "x unified"
     for width in ("wide", "narrow"):
         domains = [page.figure[width][f"yaxis{n or ''}.domain"] for n in ("", 2, 3, 4, 5, 6)]
@@ -152,6 +152,82 @@ def test_page_marks_onsets_as_bands(page: Page) -> None:
         and shape["type"] == "rect"
     ]  # fmt: skip
     assert bands == [(145, 150), (155, 160)]
+
+
+def warm_ups(page: Page) -> list[tuple[int, int]]:
+    return [
+        (shape["x0"], shape["x1"])
+        for shape in page.figure["wide"]["shapes"]
+        if shape["xref"] == "x" and shape["yref"] == "y2"
+    ]
+
+
+def test_page_marks_the_warm_up_of_each_attempt_and_starts_at_the_first_step(page: Page) -> None:
+    assert warm_ups(page) == [(0, 45)]
+    assert page.figure["layout"]["xaxis"]["range"] == [0, 299]
+    changes = explanations.resumed(1000, 1150)
+    late = Page(page_of(explanations.without_events(**changes), explanations.NOTHING_PROPOSED))
+    assert warm_ups(late) == [(1000, 1045), (1150, 1195)]
+    assert late.figure["layout"]["xaxis"]["range"] == [1000, 1299]
+
+
+def test_page_marks_no_warm_up_that_a_later_attempt_replaced() -> None:
+    changes = explanations.resumed(1000, 1020)
+    made = explanations.without_events(**changes)
+    spans = warm_ups(Page(page_of(made, explanations.NOTHING_PROPOSED)))
+    assert spans == [(1000, 1015), (1020, 1065)]
+
+
+def test_page_labels_late_events_of_a_late_run_to_the_left() -> None:
+    changes = explanations.resumed(1000, 1150)
+    events = [
+        explanations.event(0, onset_low=1005, onset_high=1010),
+        explanations.event(1, onset_low=1250, onset_high=1255),
+    ]
+    made = explanations.explanation(events=explanations.frame(schema.EVENTS, events), **changes)
+    labels = [
+        one["xanchor"]
+        for one in Page(page_of(made, explanations.proposal())).figure["wide"]["annotations"]
+        if one["xref"] == "x"
+    ]
+    assert labels == ["left", "right"]
+
+
+def test_page_draws_the_learning_rate_on_a_scale_of_its_own(page: Page) -> None:
+    (rate,) = [trace for trace in page.figure["data"] if trace["name"] == "learning rate"]
+    assert rate["yaxis"] == "y8"
+    assert rate["line"]["dash"] == "dot"
+    assert max(rate["y"]) == pytest.approx(1e-3)
+    assert page.figure["layout"]["yaxis8"]["visible"] is False
+    assert page.figure["layout"]["yaxis8"]["overlaying"] == "y4"
+
+
+@pytest.mark.parametrize("left_out", ["loss", "grad_norm", "both"])
+def test_page_draws_the_learning_rate_beside_whatever_there_is(left_out: str) -> None:
+    names = ["loss", "probe_loss"] if left_out == "loss" else ["grad_norm"]
+    names = ["loss", "probe_loss", "grad_norm"] if left_out == "both" else names
+    signals = explanations.signals().filter(~pl.col("signal").is_in(names))
+    page = Page(page_of(explanations.explanation(signals=signals), explanations.proposal()))
+    (rate,) = [trace for trace in page.figure["data"] if trace["name"] == "learning rate"]
+    assert rate["yaxis"] == ("y4" if left_out == "both" else "y8")
+    title = page.figure["layout"]["yaxis4"]["title"]["text"]
+    assert (
+        title == {"loss": "gradient norm", "grad_norm": "loss", "both": "learning rate"}[left_out]
+    )
+
+
+def test_page_says_when_a_stretch_began_after_the_onset() -> None:
+    late = explanations.suspect(lag=-5)
+    made = explanations.explanation(suspects=explanations.frame(schema.SUSPECTS, [late]))
+    page = Page(page_of(made, explanations.proposal()))
+    assert "began 5 steps after the onset" in page.words
+    assert "What stands out around event 0" in page.words
+
+
+def test_page_says_that_exposure_is_of_the_strongest_steps(page: Page) -> None:
+    assert "What stands out before event 0" in page.words
+    assert "exposure is the share in the strongest 10 steps" in page.words
+    assert "not the mean over it" in page.words
 
 
 def test_page_gradient_norm_is_logarithmic_where_it_spans_decades(page: Page) -> None:
@@ -220,7 +296,7 @@ def test_page_leaves_hostile_text_inert() -> None:
 def test_page_of_an_incomplete_run_says_what_is_missing(changes: dict[str, Any]) -> None:
     for made in (explanations.explanation(**changes), explanations.without_events(**changes)):
         page = Page(page_of(made, explanations.NOTHING_PROPOSED))
-        drawn = {trace["yaxis"] for trace in page.figure["data"]} - {"y7"}
+        drawn = {trace["yaxis"] for trace in page.figure["data"]} - {"y7", "y8"}
         missing = sum(
             "No " in one["text"] or "Neither " in one["text"]
             for one in page.figure["wide"]["annotations"]

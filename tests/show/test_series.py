@@ -109,5 +109,12 @@ def test_composition_without_scores_has_gaps_not_zeros() -> None:
     assert not composed.repetition.is_defined
 
 
+def test_reach_is_from_the_first_step_to_the_last_and_never_empty() -> None:
+    assert series.reach(explanations.explanation()) == (0, 299)
+    late = explanations.explanation(**explanations.resumed(1000, n_steps=1))
+    assert series.reach(late) == (1000, 1001)
+    assert series.reach(explanations.explanation(**explanations.EMPTY)) == (0, 1)
+
+
 def test_composition_of_nothing_is_none() -> None:
     assert series.composition_of(explanations.explanation(**explanations.EMPTY)) is None
