@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from auditor.errors import RunClaimedError, RunError, SchemaVersionError
+from auditor.files import atomic
 from auditor.schema import RUN_VERSION
 
 LEDGERS = ("exposures", "samples", "signals")
@@ -42,15 +43,9 @@ def ledger_path(run: Path, table: str, rank: int, attempt: int) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write whole, sync, rename: a reader sees the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write JSON whole: a reader sees the old file or the new one, never half of it."""
+    with atomic(path) as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def read_run_json(run: Path) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from auditor.errors import AuditorError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from auditor.clean.from_run import RunData
     from auditor.clean.manifest import Manifest
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -206,7 +205,7 @@ def dedupe(
     """
     from auditor.clean.dedupe import DedupeConfig
     from auditor.clean.dedupe import dedupe as clean
-    from auditor.clean.from_run import run_data
+    from auditor.clean.from_run import dedupe_run
     from auditor.run import Run
 
     if out is None:
@@ -223,26 +222,19 @@ def dedupe(
             content=content,
             on_error=on_error,
         )
-    data: RunData | None = None
-    if len(inputs) == 1 and (Path(inputs[0]) / "run.json").is_file():
-        if run is not None:
-            raise click.UsageError("--run goes with shards; here INPUT is a run itself")
-        data = run_data(Run.open(inputs[0]), shards)
-    elif shards:
+    is_run = len(inputs) == 1 and (Path(inputs[0]) / "run.json").is_file()
+    if is_run and run is not None:
+        raise click.UsageError("--run goes with shards; here INPUT is a run itself")
+    if shards and not is_run:
         raise click.UsageError("--shards goes with a run; give the shards as INPUT instead")
-    elif run is not None:
-        data = run_data(Run.open(run), inputs)
     with _bar(quiet=as_json) as progress:
-        manifest = clean(
-            inputs if data is None else data.shards,
-            out,
-            config=config,
-            run_id=None if data is None else data.run_id,
-            source_weights=data.weights if data is not None and data.weights else None,
-            n_samples=data.n_samples or None if data is not None else None,
-            progress=progress,
-            dry_run=dry_run,
-        )
+        settings: Any = {"config": config, "progress": progress, "dry_run": dry_run}
+        if is_run:
+            manifest = dedupe_run(Run.open(inputs[0]), out, shards=shards, **settings)
+        elif run is not None:
+            manifest = dedupe_run(Run.open(run), out, shards=inputs, **settings)
+        else:
+            manifest = clean(inputs, out, **settings)
     if as_json:
         click.echo(json.dumps({"out": str(out), **manifest.document}, indent=2))
     else:

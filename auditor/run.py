@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,6 +21,7 @@ import polars as pl
 from auditor import schema
 from auditor.attempt import LEDGERS, read_run_json, write_json
 from auditor.errors import RunError
+from auditor.files import atomic
 from auditor.ledger import NULL, Frame, LedgerReader
 
 FACTS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -225,9 +225,8 @@ class Run:
 
 
 def _write_parquet(frame: pl.DataFrame, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    frame.write_parquet(temporary)
-    temporary.replace(path)
+    with atomic(path) as file:
+        frame.write_parquet(file)
 
 
 def _rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:

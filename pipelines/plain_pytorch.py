@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from auditor import AuditedSampler, GradeMonitor, Run
-from auditor.clean.dedupe import dedupe
-from auditor.clean.from_run import run_data
+from auditor.clean.from_run import dedupe_run
 from auditor.clean.mixes import MixSampler
 from auditor.demo.corpus import BATCH_SAMPLES, WEIGHTS, ShardRows, build, collate
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
@@ -62,14 +61,7 @@ def main() -> None:
     report = produce(run)
     print(report.explanation.verdict)
     print(f"page: {report.html}")
-    data = run_data(run)
-    manifest = dedupe(
-        data.shards,
-        out / "cleaned",
-        run_id=data.run_id,
-        source_weights=data.weights,
-        n_samples=data.n_samples,
-    )
+    manifest = dedupe_run(run, out / "cleaned")
     print(f"{manifest.counts['rows_in']} rows in, {manifest.counts['rows_out']} out")
 
 

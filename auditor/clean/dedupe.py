@@ -38,7 +38,6 @@ from auditor.clean.duplicates import (
     plausible,
     verify_pairs,
 )
-from auditor.clean.files import sha256
 from auditor.clean.manifest import Manifest, write_manifest
 from auditor.clean.mixes import cap_repetition
 from auditor.clean.scan import (
@@ -51,6 +50,7 @@ from auditor.clean.scan import (
 )
 from auditor.clean.shards import MARKER, Shard, begin_out, check_out, find_shards
 from auditor.errors import ShardError
+from auditor.files import sha256
 from auditor.measure.sketch import NORMALISATION_VERSION
 from auditor.schema import DUPLICATE_SIMILARITY, MANIFEST_VERSION
 

@@ -8,9 +8,38 @@ from pathlib import Path
 
 import polars as pl
 
-from auditor.clean.files import sha256
+from auditor.clean.dedupe import DedupeConfig, dedupe
+from auditor.clean.manifest import Manifest
+from auditor.clean.scan import Progress
 from auditor.errors import RunError, ShardError
+from auditor.files import sha256
 from auditor.run import Run
+
+
+def dedupe_run(
+    run: Run,
+    out: str | Path,
+    *,
+    shards: Sequence[str | Path] = (),
+    config: DedupeConfig | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Manifest:
+    """:func:`auditor.clean.dedupe.dedupe` of a run's data, starting from the mix it drew.
+
+    Raises what :func:`run_data` and ``dedupe`` raise.
+    """
+    data = run_data(run, shards)
+    return dedupe(
+        data.shards,
+        out,
+        config=config or DedupeConfig(),
+        run_id=data.run_id,
+        source_weights=data.weights or None,
+        n_samples=data.n_samples or None,
+        progress=progress,
+        dry_run=dry_run,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from auditor.clean.files import atomic
 from auditor.clean.row import (
     UNREADABLE,
     Row,
@@ -29,6 +28,7 @@ from auditor.clean.row import (
     without_padding,
 )
 from auditor.errors import ShardError
+from auditor.files import atomic
 from auditor.schema import MASK_COLUMN, TEXT_COLUMNS
 
 Compression = Literal["gzip", "zstd", "none"]

@@ -22,10 +22,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from auditor.clean.files import atomic, sha256
 from auditor.clean.mixes import MixSampler
 from auditor.clean.shards import Shard
 from auditor.errors import AuditorError, ManifestError, SchemaVersionError
+from auditor.files import atomic, sha256
 from auditor.run import polars_schema
 from auditor.schema import MANIFEST_VERSION, ROWS
 

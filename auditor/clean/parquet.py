@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from auditor.clean.files import atomic
 from auditor.clean.row import Row, choose_content, identity_of, without_padding
 from auditor.errors import ShardError
+from auditor.files import atomic
 from auditor.schema import ID_COLUMNS, MASK_COLUMN
 
 _BATCH_ROWS = 1024

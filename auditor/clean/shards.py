@@ -17,11 +17,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.clean.files import atomic
 from auditor.clean.jsonl import copy_jsonl, count_jsonl, read_jsonl
 from auditor.clean.parquet import copy_parquet, count_parquet, read_parquet
 from auditor.clean.row import Row
 from auditor.errors import ShardError
+from auditor.files import atomic
 
 FORMATS = "JSON Lines (.jsonl, .ndjson, .json; plain, .gz or .zst) and Parquet (.parquet)"
 

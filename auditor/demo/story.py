@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from auditor.attempt import write_json
-from auditor.clean.dedupe import dedupe
-from auditor.clean.from_run import run_data
+from auditor.clean.from_run import dedupe_run
 from auditor.clean.manifest import Manifest, verify
 from auditor.clean.mixes import MixSampler
 from auditor.demo.corpus import BATCH_SAMPLES, DECOY, PLANTED, WEIGHTS, Corpus, ShardRows, build
@@ -207,14 +206,7 @@ def _measured(name: str, run: Run, model: nn.Module, corpus: Corpus) -> Arm:
 
 
 def _clean(out: Path, console: Console) -> Manifest:
-    data = run_data(Run.open(out / "run-1-as-it-is"))
-    manifest = dedupe(
-        data.shards,
-        out / "cleaned",
-        run_id=data.run_id,
-        source_weights=data.weights,
-        n_samples=data.n_samples,
-    )
+    manifest = dedupe_run(Run.open(out / "run-1-as-it-is"), out / "cleaned")
     counts = manifest.counts
     console.print(
         f"{counts['rows_in']} rows in, {counts['rows_out']} out: {counts['exact']} exact and "
@@ -251,8 +243,8 @@ def _second_half(arm: Arm) -> pl.DataFrame:
     return grades.filter((pl.col("step") >= middle) & pl.col("grade").is_not_null())
 
 
-def _lowest(frame: pl.DataFrame) -> int | None:
-    return min(frame["grade"].to_list(), default=None)
+def _lowest_ratio(arm: Arm) -> float:
+    return min(_second_half(arm)["ratio"].to_list())
 
 
 def _comparison(arms: list[Arm]) -> Table:
@@ -262,9 +254,9 @@ def _comparison(arms: list[Arm]) -> Table:
     def row(name: str, values: list[str]) -> None:
         table.add_row(name, *values)
 
-    row("lowest grade, second half", [_grade(_lowest(frame)) for frame in frames])
+    row("lowest grade, second half", [_grade(min(frame["grade"].to_list())) for frame in frames])
     row("last grade", [_grade(frame["grade"].to_list()[-1]) for frame in frames])
-    row("lowest ratio, second half", [f"{min(frame['ratio'].to_list()):.2f}" for frame in frames])
+    row("lowest ratio, second half", [f"{_lowest_ratio(arm):.2f}" for arm in arms])
     alarms = [frame.filter(pl.col("alert") != "healthy") for frame in frames]
     row("samples with an alert", [str(len(frame)) for frame in alarms])
     row("events", [str(len(arm.report.explanation.events)) for arm in arms])
@@ -291,11 +283,10 @@ def _conclude(console: Console, before: Arm, after: Arm, *, plant: bool, lr_spik
         reason = "the learning rate was at fault" if lr_spike else "nothing was planted"
         verdict = "rightly, since" if culprit is None else "wrongly, since"
         console.print(f"The first run's report names {culprit or 'no source'}, {verdict} {reason}.")
-    ratios = [float(_second_half(arm)["ratio"].min()) for arm in (before, after)]  # type: ignore[arg-type]
     n_events = [len(arm.report.explanation.events) for arm in (before, after)]
     better = {
         "held-out loss": after.held_out < before.held_out,
-        "lowest ratio": ratios[1] > ratios[0],
+        "lowest ratio": _lowest_ratio(after) > _lowest_ratio(before),
         "number of events": n_events[1] < n_events[0],
     }
     won = [name for name, is_better in better.items() if is_better]

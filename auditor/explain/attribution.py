@@ -41,10 +41,6 @@ BLAME_DEVIATIONS: Final = 6.0
 """|z| from which a source is blamed. On small trainings 6 left no learning-rate spike and no clean
 event with a culprit; lower thresholds did."""
 
-FEATURES: Final = ("duplication", "repetition", "share")
-"""Share of the batch that is: near-duplicates from the source; covered by repeated n-grams in the
-source's samples; from the source at all."""
-
 INPUT_SIDE: Final = ("input_fall",)
 """Kinds of events that say the input is poor, before they say anything about the model."""
 
@@ -54,7 +50,7 @@ MIN_EXPOSURES: Final = 2
 """A cluster, shard or sample seen once before an event is no evidence."""
 
 CLUSTER_STEPS: Final = 1000
-"""Clusters are linked, and compared with controls, over this many steps before the lookback."""
+"""Clusters, shards and samples are compared with this many steps of the history."""
 
 N_NAMED: Final = 5
 """Clusters, shards and samples named per source."""
@@ -89,20 +85,17 @@ def suspects_of(
         windows = windows_of(event, int(episode["onset_low"].min()), steps)  # type: ignore[arg-type]
         if windows is None:
             continue
-        found, least = test_sources(shares, totals, windows)
+        found, least = compare_sources(shares, totals, windows)
         smallest[event["event"]] = least
         is_input_first = input_came_first(episode)
         for one in found:
-            start = int(steps[one.pop("stretch_start")])
-            one["lag"] = event["onset_high"] - start
+            place = one.pop("stretch_start")
+            start = int(steps[place])
+            one |= {"event": event["event"], "level": "source", "lag": event["onset_high"] - start}
             one["verdict"] = _verdict(one, is_input_first, start <= event["onset_high"])
-            rows.append({"event": event["event"], "level": "source", **one})
-        control = (int(steps[0]), int(steps[windows.n_control - 1]))
-        for one in [row for row in rows if row["event"] == event["event"]]:
+            rows.append(one)
             if one["verdict"] == "blamed":
-                first = event["onset_high"] - one["lag"]
-                last = int(steps[np.searchsorted(steps, first) + STRETCH_STEPS - 1])
-                rows += _named(one, exposures, (first, last), control)
+                rows += _named(one, exposures, steps, totals, place, windows.n_control)
     frame = pl.DataFrame(rows, schema=polars_schema(schema.SUSPECTS), orient="row")
     order = {"blamed": 0, "coincident": 1, "ranked": 2}
     levels = {"source": 0, "cluster": 1, "shard": 2, "sample": 3}
@@ -129,34 +122,30 @@ def shares_of(
     scored, its duplicates are unknown and taken as the source's mean.
     """
     latest = composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
-    steps = latest["step"].unique().sort()
-    place = {step: i for i, step in enumerate(steps)}
-    places = np.asarray([place[step] for step in latest["step"]])
-    totals = np.zeros(len(steps))
-    np.add.at(totals, places, latest["n_samples"].to_numpy())
-    shares = {}
-    sources = latest["source"].to_numpy()
-    scored = latest["n_scored"].to_numpy().astype(float)
-    columns = {
-        "share": latest["n_samples"].to_numpy().astype(float),
-        "duplication": latest["n_duplicate"].to_numpy().astype(float),
+    steps, places = np.unique(latest["step"].to_numpy(), return_inverse=True)
+
+    def per_step(values: NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+        sums = np.bincount(places[chosen], values[chosen], len(steps))
+        return sums.astype(np.float64)
+
+    n_samples = latest["n_samples"].to_numpy()
+    scored = latest["n_scored"].to_numpy()
+    contents = {
+        "duplication": latest["n_duplicate"].to_numpy(),
         "repetition": latest["repetition"].fill_null(0.0).to_numpy() * scored,
     }
+    sources = latest["source"].to_numpy()
+    shares: dict[tuple[str, str], NDArray[np.float64]] = {}
     for source in sorted(set(sources)):
         own = sources == source
-        for feature in FEATURES:
-            if feature != "share" and not scored[own].sum():
-                continue
-            values = np.zeros(len(steps))
-            np.add.at(values, places[own], columns[feature][own])
-            if feature != "share":
-                n, n_scored = np.zeros(len(steps)), np.zeros(len(steps))
-                np.add.at(n, places[own], columns["share"][own])
-                np.add.at(n_scored, places[own], scored[own])
-                rate = values.sum() / n_scored.sum()
-                values = values + rate * (n - n_scored)
-            shares[source, feature] = values
-    return steps.to_numpy(), totals, shares
+        n, n_scored = per_step(n_samples, own), per_step(scored, own)
+        shares[source, "share"] = n
+        if n_scored.sum():
+            for feature, counts in contents.items():
+                values = per_step(counts, own)
+                shares[source, feature] = values + values.sum() / n_scored.sum() * (n - n_scored)
+    totals = per_step(n_samples, np.ones(len(places), np.bool_))
+    return steps, totals, shares
 
 
 def windows_of(
@@ -179,14 +168,14 @@ def windows_of(
     return Windows((start, end), n_control)
 
 
-def test_sources(
+def compare_sources(
     shares: Mapping[tuple[str, str], NDArray[np.float64]],
     totals: NDArray[np.float64],
     windows: Windows,
 ) -> tuple[list[dict[str, Any]], float]:
     """One row per source and feature, and the smallest p that the windows allow."""
     start, end = windows.lookback
-    length, stretch = end - start, min(STRETCH_STEPS, end - start)
+    length, stretch = end - start, STRETCH_STEPS
     n_stretch = _sums(totals, stretch)
     rows: list[dict[str, Any]] = []
     # One extreme stretch is in this many of the shifted windows: p cannot be smaller.
@@ -310,6 +299,13 @@ def benjamini_hochberg(p: Sequence[float]) -> list[float]:
     return [float(value) for value in q]
 
 
+def blamed_sources(suspects: pl.DataFrame) -> pl.DataFrame:
+    """The sources that are blamed: earliest event first, and there the most evidence first."""
+    return suspects.filter((pl.col("level") == "source") & (pl.col("verdict") == "blamed")).sort(
+        "event", "z", descending=[False, True], maintain_order=True
+    )
+
+
 def input_came_first(episode: pl.DataFrame) -> bool:
     """Whether the episode's input went poor before its model did: the order gate.
 
@@ -336,20 +332,25 @@ def _verdict(row: Mapping[str, Any], is_input_first: bool, is_before: bool) -> s
 def _named(
     row: Mapping[str, Any],
     exposures: pl.LazyFrame,
-    window: tuple[int, int],
-    control: tuple[int, int],
+    steps: NDArray[np.int64],
+    totals: NDArray[np.float64],
+    place: int,
+    n_control: int,
 ) -> list[dict[str, Any]]:
-    """Clusters, shards and samples of a blamed source in its strongest stretch, by exposure."""
-    trained = exposures.filter(pl.col("state") == "trained").with_columns(
-        pl.col("source").fill_null(UNKNOWN_SOURCE)
-    )
-    n_window = _count(trained, window)
-    first = max(control[0], window[0] - CLUSTER_STEPS)
-    control = (first, control[1])
-    n_control = _count(trained, control)
+    """Clusters, shards and samples of a blamed source in its strongest stretch, by exposure.
+
+    ``place`` is where the stretch begins among the steps; controls are the last ``CLUSTER_STEPS``
+    of the history before the episode, which may lie long before a late event's stretch.
+    """
+    in_stretch = slice(place, place + STRETCH_STEPS)
+    begin = int(np.searchsorted(steps, steps[n_control - 1] - CLUSTER_STEPS))
+    in_control = slice(begin, n_control)
+    window, control = ((int(steps[s][0]), int(steps[s][-1])) for s in (in_stretch, in_control))
     own = (
-        trained.filter(
-            (pl.col("source") == row["name"]) & pl.col("step").is_between(first, window[1])
+        exposures.filter(pl.col("state") == "trained")
+        .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+        .filter(
+            (pl.col("source") == row["name"]) & pl.col("step").is_between(control[0], window[1])
         )
         .select("step", "key", "sample_id", "shard", "dup_of", "duplication", "repetition")
         .collect()
@@ -375,8 +376,8 @@ def _named(
         )
         for one in counted.iter_rows(named=True):
             lift = _lift(
-                np.asarray([one["x1"]]), np.asarray([n_window]),
-                np.asarray([one["x0"]]), np.asarray([n_control]),
+                np.asarray([one["x1"]]), totals[in_stretch],
+                np.asarray([one["x0"]]), totals[in_control],
             )  # fmt: skip
             named.append(
                 {
@@ -393,11 +394,6 @@ def _named(
                 }
             )
     return named
-
-
-def _count(trained: pl.LazyFrame, window: tuple[int, int]) -> int:
-    rows = trained.filter(pl.col("step").is_between(*window)).select(pl.len()).collect()
-    return int(rows.item())
 
 
 def clusters_of(rows: pl.DataFrame) -> pl.Series:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
+from auditor.explain.attribution import blamed_sources
 from auditor.explain.explanation import Diagnosis
 
 LR_JUMP: Final = 2.0
@@ -23,11 +24,7 @@ def diagnose(
     diagnoses = {}
     for (_,), episode in events.group_by("episode", maintain_order=True):
         numbers = episode["event"].to_list()
-        blamed = suspects.filter(
-            pl.col("event").is_in(numbers)
-            & (pl.col("level") == "source")
-            & (pl.col("verdict") == "blamed")
-        )
+        blamed = blamed_sources(suspects.filter(pl.col("event").is_in(numbers)))
         found = _of_episode(episode, blamed, signals)
         diagnoses.update(dict.fromkeys(numbers, found))
     return diagnoses
@@ -40,8 +37,7 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
     jump = _learning_rate_jump(signals, low, high)
     if not blamed.is_empty():
         # The earliest event of the episode speaks: later lookbacks hold the fault for longer.
-        first = blamed.filter(pl.col("event") == pl.col("event").min()).sort("z", descending=True)
-        return _data(first.row(0, named=True), jump)
+        return _data(blamed.row(0, named=True), jump)
     if jump is not None:
         return Diagnosis(
             "optimizer",

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import suspects_of
+from auditor.explain.attribution import blamed_sources, suspects_of
 from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
@@ -38,7 +38,7 @@ def explain(run: Run) -> Explanation:
             ("suspects", suspects),
         ):
             run.write_derived(table, frame)
-    culprit = _culprit(suspects)
+    blamed = blamed_sources(suspects)
     n_judged = grades.filter(pl.col("alert") != "warming").height
     judged = n_judged > MIN_BEST_SAMPLES or not events.is_empty()
     return Explanation(
@@ -53,30 +53,21 @@ def explain(run: Run) -> Explanation:
         previews=_previews(run, suspects),
         diagnoses=diagnoses,
         smallest_p=smallest_p,
-        verdict=_verdict(events, suspects, culprit, composition) if judged else _too_short(grades),
-        culprit=culprit,
+        verdict=_verdict(events, suspects, blamed, composition) if judged else _too_short(grades),
+        culprit=None if blamed.is_empty() else str(blamed["name"][0]),
         judged=judged,
         gaps=run.gaps(),
     )
 
 
-def _culprit(suspects: pl.DataFrame) -> str | None:
-    """The source blamed with the most evidence before the earliest event that blames any."""
-    blamed = suspects.filter((pl.col("level") == "source") & (pl.col("verdict") == "blamed"))
-    if blamed.is_empty():
-        return None
-    first = blamed.filter(pl.col("event") == pl.col("event").min()).sort("z", descending=True)
-    return str(first["name"][0])
-
-
 def _verdict(
-    events: pl.DataFrame, suspects: pl.DataFrame, culprit: str | None, composition: pl.DataFrame
+    events: pl.DataFrame, suspects: pl.DataFrame, blamed: pl.DataFrame, composition: pl.DataFrame
 ) -> str:
     if events.is_empty():
         return "No event: no signal left what was normal for this run."
     n = events["episode"].n_unique()
     counted = "1 episode" if n == 1 else f"{n} episodes"
-    if culprit is None:
+    if blamed.is_empty():
         if composition.is_empty():
             return (
                 f"{counted}; no exposures were recorded, so data can be neither blamed nor cleared."
@@ -89,15 +80,11 @@ def _verdict(
                 "content, or not before the model did."
             )
         return f"{counted}; no data cause found: no source stood out before the onset."
-    row = suspects.filter(
-        (pl.col("name") == culprit)
-        & (pl.col("level") == "source")
-        & (pl.col("verdict") == "blamed")
-    ).row(0, named=True)
+    row = blamed.row(0, named=True)
     event = events.row(row["event"], named=True)
     what = {"duplication": "near-duplicates", "repetition": "repetition inside samples"}
     return (
-        f"{counted}; the first to blame is {culprit}: {what[row['feature']]} from it rose from "
+        f"{counted}; the first to blame is {row['name']}: {what[row['feature']]} from it rose from "
         f"{row['control']:.1%} to {row['exposure']:.0%} of what was consumed "
         f"({row['z']:.0f} robust deviations) at the onset by step {event['onset_high']}. "
         "This is an association; a replay would show the cause."

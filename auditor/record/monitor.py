@@ -97,7 +97,7 @@ class GradeMonitor:
         self._every = every
         self._grader = Grader()
         self._live: Captured | None = None
-        self._armed: list[Any] = []
+        self._armed = contextlib.ExitStack()
         self._scalars: list[_Scalars] = []
         self.grades: list[Grade] = []
         self._note()
@@ -228,31 +228,26 @@ class GradeMonitor:
         self._disarm()
         if is_compiled(self._wrapped):
             return
-        stack = contextlib.ExitStack()
+        armed = self._armed = contextlib.ExitStack()
 
         def before(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
                 return  # compiled later, or a side call in evaluation mode: not a training batch
             try:
-                self._live = stack.enter_context(capturing(self.sites, self._recorder.failed))
+                self._live = armed.enter_context(capturing(self.sites, self._recorder.failed))
             except Exception as error:
                 self._recorder.failed("capture", error)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling() and self._live is not None:
-                stack.close()
                 self._disarm()
 
-        self._armed = [
-            self._model.register_forward_pre_hook(_Hook(before)),
-            self._model.register_forward_hook(_Hook(after), always_call=True),
-            _Closing(stack),
-        ]
+        armed.callback(self._model.register_forward_pre_hook(_Hook(before)).remove)
+        armed.callback(self._model.register_forward_hook(_Hook(after), always_call=True).remove)
 
     def _disarm(self) -> None:
-        handles, self._armed = self._armed, []
-        for handle in handles:
-            handle.remove()
+        """Stop capturing and take the hooks off."""
+        self._armed.close()
 
     # -- the probe -------------------------------------------------------------------------
 
@@ -394,16 +389,6 @@ def _no_hook() -> Callable[..., None]:
 
 def _do_nothing(*_: Any) -> None:
     pass
-
-
-class _Closing:
-    """An exit stack that is removed like a hook handle."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-
-    def remove(self) -> None:
-        self._stack.close()
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -12,7 +12,6 @@ import atexit
 import collections
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import queue
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from auditor.attempt import Attempt, ledger_path, open_attempt
+from auditor.files import sha256
 from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
 from auditor.measure.sketch import exact_hash_tokens
 from auditor.record.duplication import BoundedCounts, DuplicationScorer
@@ -454,7 +454,7 @@ class Recorder:
                 {
                     "path": str(shard),
                     "bytes": sizes.get(shard),
-                    "sha256": _sha256(shard) if hashed and shard in sizes else None,
+                    "sha256": sha256(shard) if hashed and shard in sizes else None,
                 }
                 for shard in shards
             ],
@@ -481,8 +481,3 @@ def _nothing() -> None:
 
 def _name_of(task: Any) -> str:
     return str(getattr(getattr(task, "func", task), "__name__", "recording")).strip("_")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -90,7 +90,7 @@ class AuditedSampler:
             if isinstance(item, TaggedBatch):
                 batch, tag = item.batch, item.tag
             else:
-                batch, tag = item, self._tag(recorder, item)
+                batch, tag = item, self._tag(item)
             ordinal = self._n_batches
             self._n_batches += 1
             if self._skip and self._is_skipped(recorder, ordinal, tag):
@@ -133,12 +133,11 @@ class AuditedSampler:
             self._note_delivered(recorder, tag, "skipped")
         return skipped
 
-    def _tag(self, recorder: Recorder, batch: Any) -> Tag:
+    def _tag(self, batch: Any) -> Tag:
         try:
             return Tag(Rows(batch), None, self._locator)
         except Exception as error:
-            recorder.failed("reading a batch", error)
-            return Tag([], None, None)
+            return Tag.of_failure(error)
 
     def _note_delivered(self, recorder: Recorder, tag: Tag, state: str) -> None:
         try:

@@ -37,6 +37,13 @@ class Tag:
         self._described: Described | None = None
         self._failure: str | None = None
 
+    @classmethod
+    def of_failure(cls, error: Exception) -> Tag:
+        """A tag whose samples cannot be told; :meth:`describe` says why."""
+        tag = cls([], None, None)
+        tag._failure = f"{type(error).__name__}: {error}"
+        return tag
+
     def describe(self) -> Described:
         """Locate the samples; raises ``IdentityError`` where that failed in a worker."""
         if self._failure is not None:
@@ -66,10 +73,10 @@ class Tag:
 
     def __getstate__(self) -> dict[str, Any]:
         try:
-            described, failure = self.describe(), None
+            self.describe()
         except Exception as error:
-            described, failure = None, f"{type(error).__name__}: {error}"
-        return {"_raw": None, "_described": described, "_failure": failure}
+            return self.__dict__ | Tag.of_failure(error).__dict__ | {"_raw": None}
+        return self.__dict__
 
 
 def _size_of(value: Any) -> int:
@@ -165,9 +172,7 @@ class _TaggingCollate:
                 return Tag([samples], indices, self._locator)
             return Tag(Rows(samples), indices, self._locator)
         except Exception as error:
-            tag = Tag([], None, None)
-            tag._failure = f"{type(error).__name__}: {error}"
-            return tag
+            return Tag.of_failure(error)
 
 
 def tagging_copy(loader: DataLoader, locator: Locator | None) -> DataLoader:

@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from auditor.clean.proposal import Proposal
 from auditor.explain.explanation import Explanation
+from auditor.files import atomic
 from auditor.show import sections
 from auditor.show.figure import Figure, figure_of
 from auditor.show.reading import how_to_read, settings
@@ -45,9 +46,8 @@ _PAGE: Final = """<!DOCTYPE html>
 def write_html(explanation: Explanation, proposal: Proposal, path: Path) -> None:
     """Write ``report.html``, about 5 MB, nearly all of it the chart library."""
     page = page_of(explanation, proposal)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(page, encoding="utf-8", newline="\n")
-    temporary.replace(path)
+    with atomic(path) as file:
+        file.write(page.encode())
 
 
 def page_of(explanation: Explanation, proposal: Proposal) -> str:

@@ -13,9 +13,9 @@ import pytest
 import zstandard
 from jsonl_files import write_jsonl
 
-from auditor.clean.files import atomic
 from auditor.clean.shards import Shard, begin_out, check_out, find_shards
 from auditor.errors import ShardError
+from auditor.files import atomic
 
 TEXTS = [{"id": i, "text": f"text number {i}"} for i in range(30)]
 

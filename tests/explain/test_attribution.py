@@ -184,6 +184,17 @@ def test_verdicts_of_streams_without_a_fault_are_calibrated() -> None:
         assert set(found["verdict"]) == {"ranked"}, seed
 
 
+def test_late_event_of_a_long_episode_is_explained_too() -> None:
+    """More steps lie between its lookback and the last healthy step than controls are taken of."""
+    exposures = stream(seed=0, burst="books", onset=240, steps=1420)
+    found = suspects(exposures, event("input_fall", 235, 240), event("ratio_fall", 1395, 1400))
+    late = found.filter(pl.col("event") == 1)
+    assert ("books", "blamed") in set(late.select("name", "verdict").iter_rows())
+    (shard,) = late.filter(pl.col("level") == "shard").iter_rows(named=True)
+    assert shard["name"] == "books.jsonl"
+    assert shard["control"] == 0.0
+
+
 def test_short_history_gives_no_verdict() -> None:
     exposures = stream(seed=0, burst="books", onset=30, steps=60)
     assert suspects(exposures, event("input_fall", 25, 30)).is_empty()
