@@ -53,7 +53,7 @@ def read_run_json(run: Path) -> dict[str, Any]:
 
     Raises:
         RunError: there is none, or it is not one.
-        SchemaVersionError: it was written by a newer version.
+        SchemaVersionError: it was written by another version of the format.
     """
     path = run / "run.json"
     try:
@@ -71,7 +71,7 @@ def read_run_json(run: Path) -> dict[str, Any]:
             path=path,
             remedy="Restore it from a copy, or record the run again",
         ) from None
-    if found > RUN_VERSION:
+    if found != RUN_VERSION:
         raise SchemaVersionError("run directory", path=path, found=found, expected=RUN_VERSION)
     return dict(value)
 
@@ -116,7 +116,7 @@ def open_attempt(run: Path, *, rank: int = 0, world_size: int = 1) -> Attempt:
     Raises:
         RunClaimedError: a live process is writing this rank.
         RunError: the path exists and is something else.
-        SchemaVersionError: the run was written by a newer version.
+        SchemaVersionError: the run is of another version of the format.
     """
     if run.exists() and not run.is_dir():
         raise RunError("not a folder", path=run, remedy="Give a folder as run=")

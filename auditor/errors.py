@@ -55,15 +55,15 @@ class RunClaimedError(RunError):
 
 
 class SchemaVersionError(RunError):
-    """The file was written by a newer version; carries ``found`` and ``expected``."""
+    """The file is of another version of the format; carries ``found`` and ``expected``."""
 
     def __init__(self, what: str, *, path: Path | str, found: int, expected: int) -> None:
         self.found = found
         self.expected = expected
         super().__init__(
-            f"{what} has schema version {found}, this auditor reads up to {expected}",
+            f"{what} has schema version {found}, this auditor reads {expected}",
             path=path,
-            remedy="Upgrade auditor",
+            remedy="Upgrade auditor" if found > expected else "Read it with the older auditor",
         )
 
 

@@ -23,6 +23,8 @@ from auditor.attempt import LEDGERS, read_run_json, write_json
 from auditor.errors import RunError
 from auditor.files import atomic
 from auditor.ledger import NULL, Frame, LedgerReader
+from auditor.measure.agreement import similarity
+from auditor.schema import UNSCORED
 
 FACTS: Final[Mapping[str, Mapping[str, str]]] = {
     "exposures": schema.EXPOSURES,
@@ -37,14 +39,10 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
 }
 View = Literal["effective", "all"]
 
-_SCORE_TYPES: Final = {
-    "position": np.int32,
-    "dup_batch": np.float32,
-    "dup_window": np.float32,
-    "dup_run": np.int32,
-    "dup_of": np.int64,
-    "repetition": np.float32,
-}
+_PLACE: Final = ("attempt", "rank", "key")
+_SCORES: Final = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition")
+_NONE: Final = np.zeros(0, np.int64)
+
 _TYPES: Final[Mapping[str, Any]] = {
     "i32": pl.Int32,
     "i64": pl.Int64,
@@ -75,7 +73,7 @@ class Run:
 
         Raises:
             RunError: not a run directory.
-            SchemaVersionError: written by a newer version.
+            SchemaVersionError: of another version of the format.
         """
         path = Path(path)
         return cls(path, read_run_json(path))
@@ -177,7 +175,7 @@ class Run:
 
     def _ledgers(self, table: str) -> list[tuple[int, int, Path]]:
         return [
-            (int(path.parent.name[-5:]), int(path.stem[-4:]), path)
+            (int(path.parent.name[-5:]), int(path.name[8:12]), path)
             for path in sorted(self.path.glob(f"{table}/rank-*/attempt-*.ledger"))
         ]
 
@@ -208,7 +206,7 @@ class Run:
             part = _BUILDERS[table](reader)
             if reader.torn_bytes:
                 torn[str(path.relative_to(self.path))] = reader.torn_bytes
-            added = {"rank": rank, "attempt": attempt, "part": 0}
+            added = {"rank": rank, "attempt": attempt}
             part = part.with_columns(
                 pl.lit(value).alias(name) for name, value in added.items() if name in columns
             )
@@ -240,9 +238,26 @@ def _rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
 
 
 def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFrame:
-    # A key means something inside its attempt only: the next may read another dataset.
+    # A key means something inside its attempt only: the next may read another dataset. Where one
+    # rank reads for the others, it alone has described the samples.
+    samples = samples.drop("preview")
+    described = [name for name in samples.collect_schema().names() if name not in _PLACE]
+    anywhere = samples.unique(["attempt", "key"], keep="first", maintain_order=True)
     joined = exposures.join(
-        samples.drop("preview"), on=["attempt", "rank", "key"], how="left", maintain_order="left"
+        samples.with_columns(own=True),
+        on=_PLACE,
+        how="left",
+        maintain_order="left",
+    )
+    joined = joined.join(
+        anywhere.drop("rank"),
+        on=["attempt", "key"],
+        how="left",
+        maintain_order="left",
+        suffix="_anywhere",
+    )
+    joined = joined.with_columns(
+        pl.when("own").then(name).otherwise(f"{name}_anywhere").alias(name) for name in described
     )
     joined = joined.with_columns(
         pl.max_horizontal("dup_batch", "dup_window").alias("duplication"),
@@ -252,84 +267,124 @@ def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFram
 
 
 def _exposures_of(frames: Iterable[Frame]) -> pl.DataFrame:
-    keys, sizes, batches, states = [], [], [], []
-    closes: dict[int, tuple[int, str]] = {}
-    renumbered: dict[int, int] = {}
-    scores: dict[str, list[np.ndarray]] = {}
-    losses: list[tuple[np.ndarray, np.ndarray]] = []
+    parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
     for frame in frames:
-        if frame.kind == "batch":
-            keys.append(frame.columns["key"].astype(np.int64))
-            sizes.append(len(keys[-1]))
-            batches.append(frame.scalars["batch"])
-            states.append(frame.scalars["state"])
-        elif frame.kind == "close":
-            for batch in frame.columns["batch"]:
-                closes[int(batch)] = (frame.scalars["step"], frame.scalars["state"])
-        elif frame.kind == "renumber":
-            renumbered[frame.scalars["closed"]] = frame.scalars["step"]
-        elif frame.kind == "scores":
-            n = len(frame.columns["position"])
-            scores.setdefault("batch", []).append(np.full(n, frame.scalars["batch"], np.int64))
-            for name, values in frame.columns.items():
-                scores.setdefault(name, []).append(values.astype(_SCORE_TYPES[name]))
-        elif frame.kind == "losses":
-            losses.append((frame.columns["batch"], frame.columns["loss"]))
-    if not keys:
+        parts.setdefault(frame.kind, []).append(frame.columns)
+    if "batches" not in parts:
         return pl.DataFrame(schema=polars_schema(schema.EXPOSURES))
-    closed = [
-        closes.get(batch, (None, state)) for batch, state in zip(batches, states, strict=True)
-    ]
-    per_batch = pl.DataFrame(
-        {
-            "batch": pl.Series(batches, dtype=pl.Int64),
-            "step": pl.Series(
-                [None if step is None else renumbered.get(step, step) for step, _ in closed],
-                dtype=pl.Int64,
-            ),
-            "state": pl.Series([state for _, state in closed], dtype=pl.String),
-        }
-    )
-    rows = per_batch[np.repeat(np.arange(len(batches)), sizes)].with_columns(
-        key=np.concatenate(keys),
-        position=np.concatenate([np.arange(n, dtype=np.int32) for n in sizes]),
-    )
-    parts = [_losses_of(losses, dict(zip(batches, sizes, strict=True)))]
-    if scores:
-        parts.append(pl.DataFrame({name: np.concatenate(v) for name, v in scores.items()}))
-    for part in parts:
-        rows = rows.join(part, on=["batch", "position"], how="left", maintain_order="left")
-    types = polars_schema(schema.EXPOSURES)
-    rows = rows.with_columns(
-        pl.lit(None, dtype=types[name]).alias(name)
-        for name in _SCORE_TYPES
-        if name not in rows.columns
-    )
-    # Samples whose content is unknown have no scores; similar to nothing is -1.
-    return rows.with_columns(pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"))
+    rows = pl.concat([_batch_rows(columns) for columns in parts["batches"]])
+    rows = rows.join(_steps(parts), on="batch", how="left", maintain_order="left")
+    rows = rows.with_columns(state=pl.coalesce("closed", "state"))
+    # The scores of a batch are in the order of its rows.
+    rows = rows.with_columns(order=pl.int_range(pl.len(), dtype=pl.Int64).over("batch"))
+    for part in (_scores(parts.get("scores", [])), _losses(parts.get("losses", []), rows)):
+        rows = rows.join(part, on=["batch", "order"], how="left", maintain_order="left")
+    packed = pl.int_range(pl.len(), dtype=pl.Int32).over("batch", "position")
+    return rows.with_columns(part=packed).sort("batch", maintain_order=True)
 
 
-def _losses_of(
-    losses: Sequence[tuple[np.ndarray, np.ndarray]], sizes: Mapping[int, int]
-) -> pl.DataFrame:
-    """Losses of several batches at a time, in order, laid out on (batch, position)."""
-    batches, positions, values = [], [], []
-    for own, loss in losses:
-        n = [sizes.get(int(batch), 0) for batch in own]
-        if sum(n) != len(loss):
-            continue  # a batch of them was dropped, so none can be told
-        batches.append(np.repeat(own.astype(np.int64), n))
-        positions += [np.arange(size, dtype=np.int32) for size in n]
-        values.append(loss)
-    if not batches:
-        return pl.DataFrame(schema={"batch": pl.Int64, "position": pl.Int32, "loss": pl.Float32})
+def _batch_rows(columns: Mapping[str, np.ndarray]) -> pl.DataFrame:
+    sizes = columns["n_samples"].astype(np.int64)
+    starts = np.cumsum(sizes) - sizes
+    position = columns.get("position", np.arange(sizes.sum()) - np.repeat(starts, sizes))
+    states = np.asarray(schema.STATES, dtype=object)[columns["state"].astype(np.int64)]
     return pl.DataFrame(
         {
-            "batch": np.concatenate(batches),
-            "position": np.concatenate(positions),
-            "loss": np.concatenate(values),
+            "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
+            "position": position.astype(np.int32),
+            "key": columns["key"].astype(np.int64),
+            "state": pl.Series(np.repeat(states, sizes), dtype=pl.String),
         }
     )
+
+
+def _steps(parts: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> pl.DataFrame:
+    """Of each closed batch its step and what became of it."""
+    closed = _stacked(parts.get("steps", []), "batch", "step", "state")
+    renumbered = _stacked(parts.get("renumbered", []), "closed", "step")
+    return (
+        closed.join(
+            renumbered.rename({"closed": "step", "step": "renumbered"}).unique("step", keep="last"),
+            on="step",
+            how="left",
+        )
+        .select(
+            "batch",
+            step=pl.coalesce("renumbered", "step"),
+            closed=pl.col("state").replace_strict(
+                dict(enumerate(schema.STATES)), return_dtype=pl.String
+            ),
+        )
+        .unique("batch", keep="last")
+    )
+
+
+def _scores(parts: Sequence[Mapping[str, np.ndarray]]) -> pl.DataFrame:
+    """Scores by batch and order of its rows."""
+    frames = []
+    for columns in parts:
+        sizes = columns["n_samples"].astype(np.int64)
+        n = int(sizes.sum())
+        nearest = np.full(n, -1, np.int64)
+        nearest[columns["dup_at"].astype(np.int64)] = columns["dup_of"].astype(np.int64)
+        frames.append(
+            pl.DataFrame(
+                {
+                    "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
+                    "order": np.arange(n) - np.repeat(np.cumsum(sizes) - sizes, sizes),
+                    "dup_batch": similarity(columns["equal_batch"]),
+                    "dup_window": similarity(columns["equal_window"]),
+                    "dup_run": columns["dup_run"].astype(np.int32),
+                    "dup_of": nearest,
+                    "repetition": (columns["repetition"].astype(np.float64) / 65535).astype(
+                        np.float32
+                    ),
+                    "scored": columns["equal_batch"] != UNSCORED,
+                }
+            )
+        )
+    types = {name: _TYPES[schema.EXPOSURES[name]] for name in _SCORES}
+    types = {"batch": pl.Int64, "order": pl.Int64, **types, "scored": pl.Boolean}
+    empty = pl.DataFrame(schema=types)
+    table = pl.concat([empty, *frames])
+    return table.select(
+        "batch",
+        "order",
+        *(pl.when("scored").then(name).alias(name) for name in _SCORES if name != "dup_of"),
+        pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"),
+    )
+
+
+def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl.DataFrame:
+    """Losses by batch and order of its rows; of groups that do not fit their batches, none."""
+    sizes = dict(rows.group_by("batch").len().iter_rows())
+    batches: list[int] = []
+    counts: list[int] = []
+    values: list[np.ndarray] = []
+    for columns in parts:
+        n_batches, n_losses = columns["n_batches"].tolist(), columns["n_losses"].tolist()
+        of_group = np.split(columns["batch"], np.cumsum(n_batches)[:-1])
+        losses = np.split(columns["loss"], np.cumsum(n_losses)[:-1])
+        for group, loss in zip(of_group, losses, strict=True):
+            n = [sizes.get(int(batch), 0) for batch in group]
+            if sum(n) == len(loss):  # else a batch of them was dropped, and none can be told
+                batches += group.tolist()
+                counts += n
+                values.append(loss)
+    return pl.DataFrame(
+        {
+            "batch": np.repeat(np.asarray(batches, np.int64), np.asarray(counts, np.int64)),
+            "order": np.concatenate([np.arange(n) for n in counts]) if counts else _NONE,
+            "loss": np.concatenate(values) if values else _NONE.astype(np.float32),
+        }
+    )
+
+
+def _stacked(parts: Sequence[Mapping[str, np.ndarray]], *names: str) -> pl.DataFrame:
+    """Integer columns of frames, one below the other."""
+    empty = pl.DataFrame(schema=dict.fromkeys(names, pl.Int64))
+    frames = [pl.DataFrame(dict(one)).select(names).cast(pl.Int64) for one in parts]
+    return pl.concat([empty, *frames])
 
 
 def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:
@@ -343,9 +398,8 @@ def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:
         for frame in frames
         if frame.kind == "samples"
     ]
-    if not parts:
-        return pl.DataFrame(schema=polars_schema(schema.SAMPLES))
-    frame = pl.concat(parts, how="diagonal")
+    empty = pl.DataFrame(schema=polars_schema(schema.SAMPLES))
+    frame = pl.concat([empty, *parts], how="diagonal")
     return frame.with_columns(_null_where_marked("row", "n_tokens"))
 
 

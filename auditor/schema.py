@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-RUN_VERSION: Final = 1
-"""Version of the run directory's layout, in ``run.json``."""
+RUN_VERSION: Final = 2
+"""Version of the run directory's layout, in ``run.json`` and in each ledger's first bytes."""
 
 MANIFEST_VERSION: Final = 1
 """Version of ``manifest.json`` and ``rows.parquet``."""
 
 REPORT_VERSION: Final = 1
 """Version of the JSON that ``auditor report --json`` prints."""
+
+EXPOSURES_VERSION: Final = 1
+"""Version of the JSON that ``auditor exposures --json`` prints."""
 
 ID_COLUMNS: Final = ("id", "sample_id", "__key__")
 TEXT_COLUMNS: Final = ("text",)
@@ -40,6 +43,9 @@ followed (a skipped AMP step). ``skipped``: left out on request. ``delivered``: 
 it, no step closed over it. ``drawn``: a sampler drew it, nothing else is known.
 """
 
+UNSCORED: Final = 255
+"""In a ledger, in place of the number of equal sketch bytes: the sample was not scored."""
+
 SAMPLES: Final[Mapping[str, str]] = {
     "attempt": "i32",
     "rank": "i32",
@@ -49,7 +55,8 @@ SAMPLES: Final[Mapping[str, str]] = {
     "shard": "str",  # data file, null where unknown
     "row": "i64",  # position in the shard, null where unknown
     "n_tokens": "i64",  # tokens of token samples, characters of text samples; padding apart
-    "preview": "str",  # the first characters of the content
+    "columns": "str",  # further columns kept on request, as a JSON object
+    "preview": "str",  # the first characters of the content; kept for many samples, not for all
 }
 
 EXPOSURES: Final[Mapping[str, str]] = {
@@ -63,7 +70,8 @@ EXPOSURES: Final[Mapping[str, str]] = {
     "state": "str",  # one of STATES
     "dup_batch": "f32",  # highest estimated Jaccard to an earlier row of the batch, null: unscored
     "dup_window": "f32",  # the same, to any row of the batches in the recent window
-    "dup_run": "i32",  # earlier exposures of the same content in this attempt (bounded memory)
+    "dup_run": "i32",  # earlier exposures in this attempt of the same content, or of contents that
+    #                    are tied to it by near-duplicates within windows (bounded memory)
     "dup_of": "i64",  # key of the row that gave the higher of dup_batch and dup_window
     "repetition": "f32",  # share of the sample covered by repeated n-grams
     "loss": "f32",  # per-sample loss where the loop recorded it
@@ -76,6 +84,27 @@ EXPOSURES_JOINED: Final[Mapping[str, str]] = {
     **{name: kind for name, kind in SAMPLES.items() if name not in {*EXPOSURES, "preview"}},
 }
 """What ``Run.scan("exposures")`` gives: exposures with the identity of their samples."""
+
+KEY_SHIFT: Final = 48
+"""Bits of a key that hold a dataset index; above them is the dataset's number in the attempt."""
+
+REPLAY_ORDER: Final[Mapping[str, str]] = {
+    "step": "i64",
+    "rank": "i32",
+    "attempt": "i32",
+    "batch": "i64",  # ordinal in the attempt and rank: rows that share all three were one batch
+    "position": "i32",
+    "part": "i32",
+    "state": "str",
+    "key": "i64",
+    "dataset": "i32",  # number of the dataset in the attempt; null where keys are hashes
+    "index": "i64",  # index into that dataset; null where keys are hashes
+    "sample_id": "str",
+    "source": "str",
+    "shard": "str",
+    "row": "i64",
+}
+"""What ``auditor replay-order`` writes: one row per exposure, in the order they were consumed."""
 
 SIGNALS: Final[Mapping[str, str]] = {
     "attempt": "i32",

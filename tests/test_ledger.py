@@ -89,9 +89,19 @@ def test_integers_are_stored_in_the_narrowest_width() -> None:
     assert narrowed(np.array([0, 256])).dtype == np.uint16
     assert narrowed(np.array([2**31])).dtype == np.uint32
     assert narrowed(np.array([-1])).dtype == np.int64
-    # A batch of 256 indices below 2**32: four bytes a sample and a header.
-    frame = Frame("batch", {"batch": 7, "state": "delivered"}, {"key": np.arange(256) + 2**20})
-    assert len(encode(frame)) <= 256 * 4 + 128
+
+
+@pytest.mark.parametrize("n_samples", [10**5, 10**6, 10**9])
+def test_shuffled_indices_take_little_more_than_their_information(n_samples: int) -> None:
+    """64 batches of 256: log2(N) / 8 bytes a sample, and less than half a byte more."""
+    keys = np.random.default_rng(0).integers(0, n_samples, 64 * 256)
+    size = len(encode(Frame("batches", {}, {"key": keys})))
+    assert size / len(keys) <= np.log2(n_samples) / 8 + 0.5
+
+
+def test_hashed_ids_take_nine_bytes_at_most() -> None:
+    keys = np.random.default_rng(0).integers(0, 2**63, 64 * 256)
+    assert len(encode(Frame("batches", {}, {"key": keys}))) / len(keys) <= 9
 
 
 def test_foreign_and_newer_files_are_refused_by_name(tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ def test_foreign_and_newer_files_are_refused_by_name(tmp_path: Path) -> None:
         list(LedgerReader(foreign))
     newer = tmp_path / "newer.ledger"
     newer.write_bytes(MAGIC[:-1] + bytes([MAGIC[-1] + 1]))
-    with pytest.raises(SchemaVersionError, match="schema version 2"):
+    with pytest.raises(SchemaVersionError, match="schema version 3"):
         list(LedgerReader(newer))
 
 

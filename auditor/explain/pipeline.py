@@ -21,7 +21,7 @@ def explain(run: Run) -> Explanation:
     """Explain a run. The derived tables are rebuilt from the facts and kept under ``derived/``.
 
     Raises:
-        SchemaVersionError: a ledger was written by a newer version.
+        SchemaVersionError: a ledger is of another version of the format.
     """
     signals = run.scan("signals").collect()
     exposures = run.scan("exposures")

@@ -101,13 +101,13 @@ def _batch(values, offsets, share, repeats):  # type: ignore[no-untyped-def]
         sample = values[offsets[i] : offsets[i + 1]]
         if len(sample) == 0:
             continue
-        n_covered, copies = _stretches(sample, covered[: len(sample)])
+        n_covered, copies = stretches(sample, covered[: len(sample)])
         share[i] = n_covered / len(sample)
         repeats[i] = copies
 
 
 @njit(nogil=True, cache=True)
-def _stretches(sample, covered):  # type: ignore[no-untyped-def]
+def stretches(sample, covered):  # type: ignore[no-untyped-def]
     """Elements covered and most copies; ``covered`` is scratch, u8, as long as the sample."""
     covered[:] = 0
     n = len(sample)

@@ -44,11 +44,11 @@ EMPTY: Final = np.uint32(0xFFFF_FFFF)
 
 TextShingle = Literal["word5", "char5", "auto"]
 
-_WORD, _CHAR, _TOKEN, _AUTO = 0, 1, 2, 3
-_KINDS: Final = {"word5": _WORD, "char5": _CHAR, "auto": _AUTO}
+WORD, CHAR, TOKEN, AUTO = 0, 1, 2, 3
+_KINDS: Final = {"word5": WORD, "char5": CHAR, "auto": AUTO}
 
 # Classes of code points, as bits of the table below.
-_IS_WORD, _IS_UNSPACED, _IS_SPACE = 1, 2, 4
+_IS_WORD, _IS_UNSPACED, IS_SPACE = 1, 2, 4
 
 # Scripts written without spaces between words: Thai, Lao, Tibetan, Myanmar, Khmer, kana, Han.
 _UNSPACED_RANGES: Final = (
@@ -80,11 +80,11 @@ _KIND = np.uint64(0xE7037ED1A0B428DB)  # keeps shingles of different kinds and l
 
 
 @functools.cache
-def _classes() -> NDArray[np.uint8]:
+def classes_table() -> NDArray[np.uint8]:
     """Class bits of every code point, u8 [0x110000], taken from Python's own ``re`` and ``str``."""
     table = np.zeros(0x110000, np.uint8)
     everything = "".join(map(chr, range(0x110000)))
-    for pattern, bit in ((r"\w+", _IS_WORD), (r"\s+", _IS_SPACE)):
+    for pattern, bit in ((r"\w+", _IS_WORD), (r"\s+", IS_SPACE)):
         for match in re.finditer(pattern, everything):
             table[match.start() : match.end()] |= bit
     for low, high in _UNSPACED_RANGES:
@@ -112,7 +112,7 @@ def pack(contents: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64
     return np.frombuffer(b"".join(contents), np.uint8), offsets
 
 
-def _lowered(text: str) -> bytes:
+def lowered(text: str) -> bytes:
     # "surrogatepass": JSON may hold lone surrogates, and hashing must not fail on them.
     return text.lower().encode("utf-8", "surrogatepass")
 
@@ -124,8 +124,8 @@ def choose_shingle(text: str) -> Literal["word5", "char5"]:
     mean word is longer than 40 characters; else ``word5``. A pair of near-duplicates on either side
     of that border is not compared.
     """
-    data, offsets = pack([_lowered(text)])
-    return "char5" if _choose(data, offsets[0], offsets[1], _classes()) == _CHAR else "word5"
+    data, offsets = pack([lowered(text)])
+    return "char5" if choose(data, offsets[0], offsets[1], classes_table()) == CHAR else "word5"
 
 
 def shingle_hashes_text(
@@ -136,9 +136,9 @@ def shingle_hashes_text(
     The 32-bit hashes are the upper halves of the 64-bit ones. MinHash needs no distinct input;
     ``jaccard`` makes its own. Use 64 bits to verify, so that collisions do not matter.
     """
-    data, offsets = pack([_lowered(text)])
+    data, offsets = pack([lowered(text)])
     out = np.empty(len(data) + 1, np.uint64)
-    n = _text_hashes(data, offsets[0], offsets[1], _kind(shingle), _classes(), out)
+    n = _text_hashes(data, offsets[0], offsets[1], _kind(shingle), classes_table(), out)
     return _narrow(out[:n], bits)
 
 
@@ -148,7 +148,7 @@ def shingle_hashes_tokens(ids: NDArray[Any], *, bits: Literal[32, 64] = 32) -> N
     if flat.ndim != 1:
         raise ValueError(f"token ids of one sample must be 1-D, got shape {flat.shape}")
     out = np.empty(len(flat) + 1, np.uint64)
-    n = _token_hashes(flat, 0, len(flat), out)
+    n = token_hashes(flat, 0, len(flat), out)
     return _narrow(out[:n], bits)
 
 
@@ -156,10 +156,10 @@ def element_hashes_text(
     text: str, shingle: Literal["word5", "char5"] = "word5"
 ) -> NDArray[np.uint64]:
     """Hashes of the words or code points that shingles are made of, in order, u64 [n_elements]."""
-    data, offsets = pack([_lowered(text)])
+    data, offsets = pack([lowered(text)])
     out = np.empty(len(data) + 1, np.uint64)
-    kernel = _words if _kind(shingle) == _WORD else _chars
-    return out[: kernel(data, offsets[0], offsets[1], _classes(), out)]
+    kernel = words if _kind(shingle) == WORD else chars
+    return out[: kernel(data, offsets[0], offsets[1], classes_table(), out)]
 
 
 def signatures_text(
@@ -169,10 +169,10 @@ def signatures_text(
     seed: int = 1,
 ) -> NDArray[np.uint32]:
     """MinHash signatures of texts, u32 [N, P]; ``"auto"`` chooses the shingle text by text."""
-    data, offsets = pack([_lowered(text) for text in texts])
+    data, offsets = pack([lowered(text) for text in texts])
     a, b = permutations(n_permutations, seed)
     out = np.empty((len(texts), n_permutations), np.uint32)
-    _text_signatures(data, offsets, _kind(shingle), _classes(), a, b, out)
+    _text_signatures(data, offsets, _kind(shingle), classes_table(), a, b, out)
     return out
 
 
@@ -272,14 +272,14 @@ def jaccard_sorted(a, b):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _mix64(h):  # type: ignore[no-untyped-def]
+def mix64(h):  # type: ignore[no-untyped-def]
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return h ^ (h >> np.uint64(33))
 
 
 @njit(nogil=True, cache=True)
-def _decode(data, i, stop):  # type: ignore[no-untyped-def]
+def decode(data, i, stop):  # type: ignore[no-untyped-def]
     """Code point at byte i of UTF-8 and its width; bytes that are not UTF-8 give U+FFFD."""
     lead = np.int64(data[i])
     if lead < 0x80:
@@ -294,12 +294,12 @@ def _decode(data, i, stop):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _choose(data, start, stop, classes):  # type: ignore[no-untyped-def]
+def choose(data, start, stop, classes):  # type: ignore[no-untyped-def]
     n_words = n_word_chars = n_unspaced = 0
     inside = False
     i = start
     while i < stop:
-        point, width = _decode(data, i, stop)
+        point, width = decode(data, i, stop)
         kind = classes[point]
         word = (kind & _IS_WORD) != 0
         if word:
@@ -309,54 +309,54 @@ def _choose(data, start, stop, classes):  # type: ignore[no-untyped-def]
         inside = word
         i += width
     unspaced = n_unspaced >= n_word_chars * _UNSPACED_SHARE and n_unspaced > 0
-    return _CHAR if unspaced or n_word_chars > n_words * _LONG_WORD_CHARS else _WORD
+    return CHAR if unspaced or n_word_chars > n_words * _LONG_WORD_CHARS else WORD
 
 
 @njit(nogil=True, cache=True)
-def _words(data, start, stop, classes, out):  # type: ignore[no-untyped-def]
+def words(data, start, stop, classes, out):  # type: ignore[no-untyped-def]
     n = 0
     h = _SEED
     inside = False
     i = start
     while i < stop:
-        point, width = _decode(data, i, stop)
+        point, width = decode(data, i, stop)
         if classes[point] & _IS_WORD:
             h = (h ^ np.uint64(point)) * _MULTIPLIER
             inside = True
         elif inside:
-            out[n] = _mix64(h)
+            out[n] = mix64(h)
             n += 1
             h = _SEED
             inside = False
         i += width
     if inside:
-        out[n] = _mix64(h)
+        out[n] = mix64(h)
         n += 1
     return n
 
 
 @njit(nogil=True, cache=True)
-def _chars(data, start, stop, classes, out):  # type: ignore[no-untyped-def]
+def chars(data, start, stop, classes, out):  # type: ignore[no-untyped-def]
     n = 0
     pending = False
     i = start
     while i < stop:
-        point, width = _decode(data, i, stop)
-        if classes[point] & _IS_SPACE:
+        point, width = decode(data, i, stop)
+        if classes[point] & IS_SPACE:
             pending = n > 0
         else:
             if pending:
-                out[n] = _mix64(np.uint64(32))
+                out[n] = mix64(np.uint64(32))
                 n += 1
                 pending = False
-            out[n] = _mix64(np.uint64(point))
+            out[n] = mix64(np.uint64(point))
             n += 1
         i += width
     return n
 
 
 @njit(nogil=True, cache=True)
-def _combine(out, n, kind):  # type: ignore[no-untyped-def]
+def combine(out, n, kind):  # type: ignore[no-untyped-def]
     """Turn element hashes out[:n] into hashes of runs of 5, in place; returns how many."""
     tag = _KIND * np.uint64(kind * 8 + min(n, 5))
     if n == 0:
@@ -365,10 +365,10 @@ def _combine(out, n, kind):  # type: ignore[no-untyped-def]
         total = tag
         for k in range(n):
             total += out[k] * _RUN[k]
-        out[0] = _mix64(total)
+        out[0] = mix64(total)
         return 1
     for s in range(n - 4):
-        out[s] = _mix64(
+        out[s] = mix64(
             tag
             + out[s] * _RUN[0]
             + out[s + 1] * _RUN[1]
@@ -381,21 +381,21 @@ def _combine(out, n, kind):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _text_hashes(data, start, stop, kind, classes, out):  # type: ignore[no-untyped-def]
-    chosen = _choose(data, start, stop, classes) if kind == _AUTO else kind
-    if chosen == _WORD:
-        return _combine(out, _words(data, start, stop, classes, out), _WORD)
-    return _combine(out, _chars(data, start, stop, classes, out), _CHAR)
+    chosen = choose(data, start, stop, classes) if kind == AUTO else kind
+    if chosen == WORD:
+        return combine(out, words(data, start, stop, classes, out), WORD)
+    return combine(out, chars(data, start, stop, classes, out), CHAR)
 
 
 @njit(nogil=True, cache=True)
-def _token_hashes(values, start, stop, out):  # type: ignore[no-untyped-def]
+def token_hashes(values, start, stop, out):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
-        out[i - start] = _mix64(np.uint64(values[i]))
-    return _combine(out, stop - start, _TOKEN)
+        out[i - start] = mix64(np.uint64(values[i]))
+    return combine(out, stop - start, TOKEN)
 
 
 @njit(nogil=True, cache=True)
-def _minimum(hashes, n, mixed, a, b, out):  # type: ignore[no-untyped-def]
+def minimum(hashes, n, mixed, a, b, out):  # type: ignore[no-untyped-def]
     """MinHash of 64-bit hashes[:n] into out u32 [P]; ``mixed`` is u32 scratch of any length.
 
     Hashes are taken a block at a time that stays in the first-level cache, and the inner loop runs
@@ -430,7 +430,7 @@ def _text_signatures(data, offsets, kind, classes, a, b, out):  # type: ignore[n
     mixed = np.empty(2048, np.uint32)
     for i in range(len(offsets) - 1):
         n = _text_hashes(data, offsets[i], offsets[i + 1], kind, classes, hashes)
-        _minimum(hashes, n, mixed, a, b, out[i])
+        minimum(hashes, n, mixed, a, b, out[i])
 
 
 @njit(nogil=True, cache=True)
@@ -438,5 +438,5 @@ def _token_signatures(values, offsets, a, b, out):  # type: ignore[no-untyped-de
     hashes = np.empty(_longest(offsets) + 1, np.uint64)
     mixed = np.empty(2048, np.uint32)
     for i in range(len(offsets) - 1):
-        n = _token_hashes(values, offsets[i], offsets[i + 1], hashes)
-        _minimum(hashes, n, mixed, a, b, out[i])
+        n = token_hashes(values, offsets[i], offsets[i + 1], hashes)
+        minimum(hashes, n, mixed, a, b, out[i])

@@ -1,22 +1,24 @@
-"""How duplicated each sample of the stream is: MinHash against the batch and the recent window.
+"""How duplicated each sample of the stream is: against its batch, the recent window and the run.
 
-Runs on the recorder's thread in kernels that release the GIL. Memory is fixed: a ring of the last
-signatures, one LSH table over it, and a bounded count of contents.
+Runs on the recorder's thread in a kernel that releases the GIL. Memory is fixed, about 50 MB: a
+ring of the last compact sketches, one LSH table over it, and a table of contents met in the run.
 
-Shapes: **B** samples in a batch, **P** permutations, **R** rows in the ring.
+Shapes: **n** samples of a batch, **R** rows of the ring, **S** slots of a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from auditor.measure import sketch
-from auditor.measure.repetition import repetition_batch, word_ids
+from auditor.measure import compact
+from auditor.measure.agreement import least_equal
+from auditor.schema import DUPLICATE_SIMILARITY
 
 WINDOW_BATCHES: Final = 64
 """Batches that count as recent."""
@@ -24,202 +26,207 @@ WINDOW_BATCHES: Final = 64
 RING_ROWS: Final = 32_768
 """Samples remembered at most; with larger batches the window holds fewer batches."""
 
-N_PERMUTATIONS: Final = 128
-N_BANDS: Final = 32
-ROWS_PER_BAND: Final = N_PERMUTATIONS // N_BANDS
+RUN_SLOTS: Final = 2**20
+"""Contents remembered over the run; when they are more, the least recent are forgotten first."""
 
 MIN_SIMILARITY: Final = 0.5
 """Estimates below this are reported as 0: at 128 permutations they say little."""
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+_MIN_EQUAL = least_equal(MIN_SIMILARITY)
+_DUPLICATE_EQUAL = least_equal(DUPLICATE_SIMILARITY)
+_PROBES = 8
 
 
-class BoundedCounts:
-    """How often a key was met, in bounded memory: when full it starts over and undercounts."""
+@dataclass(frozen=True)
+class Scores:
+    """Of one batch, arrays [n] in the order of its samples.
 
-    def __init__(self, limit: int = 500_000) -> None:
-        self._limit = limit
-        self._counts: dict[int, int] = {}
+    ``n_equal_batch``, ``n_equal_window`` u8: equal sketch bytes with the most similar earlier
+    sample of the batch, and of the recent window (``agreement.similarity`` gives the Jaccard
+    estimate); ``dup_of`` i64: key of the more similar of both, -1 where there is none; ``dup_run``
+    i32: earlier exposures in this attempt of the same content or of a near-duplicate of it;
+    ``repetition`` f32; ``known`` bool: False where the content was not known.
+    """
 
-    def add(self, key: int) -> int:
-        """Count the key; returns how often it was met before."""
-        before = self._counts.get(key, 0)
-        if before == 0 and len(self._counts) >= self._limit:
-            self._counts.clear()
-        self._counts[key] = before + 1
-        return before
+    n_equal_batch: NDArray[np.uint8]
+    n_equal_window: NDArray[np.uint8]
+    dup_of: NDArray[np.int64]
+    dup_run: NDArray[np.int32]
+    repetition: NDArray[np.float32]
+    known: NDArray[np.bool_]
 
 
 class DuplicationScorer:
     """Scores batches in the order in which they were consumed.
 
-    ``n_held_out`` counts samples whose content hash is in ``held_out``: a probe that is trained on.
+    ``n_held_out`` counts samples whose content was given to :meth:`hold_out`: a probe that is
+    trained on.
     """
 
     def __init__(self) -> None:
-        self._ring = np.zeros((RING_ROWS, N_PERMUTATIONS), np.uint32)
+        self._ring = np.zeros((RING_ROWS, compact.WORDS), np.uint64)
         self._ring_key = np.zeros(RING_ROWS, np.int64)
         self._ring_batch = np.full(RING_ROWS, -1, np.int64)
-        n_slots = 2 * RING_ROWS
-        self._slot_hash = np.zeros((N_BANDS, n_slots), np.uint64)
-        self._slot_row = np.full((N_BANDS, n_slots), -1, np.int64)
+        self._ring_cluster = np.zeros(RING_ROWS, np.int64)
+        self._slot_row = np.full((compact.N_BANDS, 2 * RING_ROWS), -1, np.int64)
+        self._run_content = np.zeros(RUN_SLOTS, np.int64)
+        self._run_cluster = np.zeros(RUN_SLOTS, np.int64)
+        self._run_count = np.zeros(RUN_SLOTS, np.int32)
+        self._run_touched = np.zeros(RUN_SLOTS, np.int32)
         self._next_row = 0
-        self._contents = BoundedCounts()
-        self.held_out: frozenset[int] = frozenset()
+        self._held_out = np.zeros(0, np.int64)
         self.n_held_out = 0
-        self._compile()
+        # Compile the kernels now, before training, or load them from numba's cache on disk; loader
+        # workers that are forked later inherit them.
+        rows = compact.compact(["a", b"a"])
+        rows[:] = 0
+        self.score(-WINDOW_BATCHES - 1, np.zeros(2, np.int64), rows)
 
-    def _compile(self) -> None:
-        """Compile the kernels now, before training, or load them from numba's cache on disk."""
-        for content in ("a", np.zeros(1, np.int64)):
-            self.score(-WINDOW_BATCHES - 1, np.zeros(1, np.int64), [content])
-        self._contents = BoundedCounts()
+    def hold_out(self, contents: Sequence[Any]) -> None:
+        """Contents that training must not contain; those it does contain are counted."""
+        hashes = compact.compact(contents)[:, compact.CONTENT]
+        self._held_out = np.union1d(self._held_out, hashes[hashes != 0])
 
-    def score(
-        self, batch: int, keys: NDArray[np.int64], contents: Sequence[Any]
-    ) -> dict[str, NDArray[Any]]:
-        """Columns of one batch, each [n], of the samples whose content is known.
-
-        ``position`` i32; ``dup_batch`` and ``dup_window`` f32, highest estimated Jaccard to an
-        earlier row of the batch and to the rows of the recent window; ``dup_of`` i64, the key of
-        the row that gave the higher, -1 where neither is similar; ``dup_run`` i32, earlier
-        exposures of the same content; ``repetition`` f32. Empty when no content is known.
-        """
-        columns: list[dict[str, NDArray[Any]]] = []
-        for kind in (str, bytes, np.ndarray):
-            positions = [i for i, content in enumerate(contents) if isinstance(content, kind)]
-            if positions:
-                columns.append(
-                    self._score(batch, keys, positions, [contents[i] for i in positions])
-                )
-        if not columns:
-            return {}
-        merged = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
-        order = np.argsort(merged["position"])
-        return {name: values[order] for name, values in merged.items()}
-
-    def _score(
-        self, batch: int, keys: NDArray[np.int64], positions: list[int], contents: list[Any]
-    ) -> dict[str, NDArray[Any]]:
-        if isinstance(contents[0], str):
-            signatures = sketch.signatures_text(contents, "auto", N_PERMUTATIONS)
-            hashes = [sketch.exact_hash_text(text) for text in contents]
-            values, offsets = sketch.pack_tokens([word_ids(text) for text in contents])
-        else:
-            tokens = [
-                np.frombuffer(one, np.uint8) if isinstance(one, bytes) else one for one in contents
-            ]
-            signatures = sketch.signatures_tokens(tokens, N_PERMUTATIONS)
-            hashes = [sketch.exact_hash_tokens(one) for one in tokens]
-            values, offsets = sketch.pack_tokens(tokens)
-        n = len(positions)
-        dup_batch, dup_window = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        dup_of = np.full(n, -1, np.int64)
-        _match(
-            signatures,
-            keys[positions],
-            batch,
-            self._next_row,
-            self._ring,
-            self._ring_key,
-            self._ring_batch,
-            self._slot_hash,
-            self._slot_row,
-            dup_batch,
-            dup_window,
-            dup_of,
+    def score(self, batch: int, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> Scores:
+        """Score the samples of a batch, sketches i64 [n, WORDS], and remember them."""
+        n = len(rows)
+        scores = Scores(
+            n_equal_batch=np.zeros(n, np.uint8),
+            n_equal_window=np.zeros(n, np.uint8),
+            dup_of=np.full(n, -1, np.int64),
+            dup_run=np.zeros(n, np.int32),
+            repetition=compact.repetition_of(rows),
+            known=rows[:, compact.CONTENT] != 0,
         )
+        _match(
+            np.ascontiguousarray(rows).view(np.uint64), np.ascontiguousarray(keys), batch,
+            self._next_row, self._ring, self._ring_key, self._ring_batch, self._ring_cluster,
+            self._slot_row, self._run_content, self._run_cluster, self._run_count,
+            self._run_touched, scores.n_equal_batch, scores.n_equal_window, scores.dup_of,
+            scores.dup_run,
+        )  # fmt: skip
         self._next_row += n
-        self.n_held_out += sum(one in self.held_out for one in hashes)
-        return {
-            "position": np.asarray(positions, np.int32),
-            "dup_batch": dup_batch,
-            "dup_window": dup_window,
-            "dup_of": dup_of,
-            "dup_run": np.asarray([self._contents.add(one) for one in hashes], np.int32),
-            "repetition": repetition_batch(values, offsets)[0],
-        }
+        if len(self._held_out):
+            self.n_held_out += int(np.isin(rows[:, compact.CONTENT], self._held_out).sum())
+        return scores
 
 
 @njit(nogil=True, cache=True)
-def _band_hash(signature, band):  # type: ignore[no-untyped-def]
-    h = np.uint64(band + 1)
-    for i in range(band * ROWS_PER_BAND, (band + 1) * ROWS_PER_BAND):
-        h = (h ^ np.uint64(signature[i])) * _MULTIPLIER
-        h ^= h >> np.uint64(29)
-    return h
+def _band(row, band):  # type: ignore[no-untyped-def]
+    """Hash of a band, 0 where the sample has no shingles."""
+    word = row[compact.BANDS + band // 2]
+    return (word >> np.uint64(32 * (band % 2))) & np.uint64(0xFFFF_FFFF)
 
 
 @njit(nogil=True, cache=True)
-def _similarity(a, b):  # type: ignore[no-untyped-def]
-    n_equal = 0
-    for i in range(a.size):
-        if a[i] == b[i]:
-            n_equal += 1
-    return n_equal / a.size
+def _n_equal(a, b):  # type: ignore[no-untyped-def]
+    """How many of the lowest bytes are equal: zero bytes of the difference, a word at a time."""
+    total = np.uint64(0)
+    low_bits = np.uint64(0x7F7F7F7F7F7F7F7F)
+    for i in range(compact.BYTES, compact.WORDS):
+        x = a[i] ^ b[i]
+        zero = ~(((x & low_bits) + low_bits) | x | low_bits) >> np.uint64(7)
+        total += (zero * np.uint64(0x0101010101010101)) >> np.uint64(56)
+    return np.int64(total)
+
+
+@njit(nogil=True, cache=True)
+def _slot_of(content, run_content, run_touched, now):  # type: ignore[no-untyped-def]
+    """The slot of a content: its own, else a free one, else the least recent of its probes."""
+    n_slots = len(run_content)
+    oldest = -1
+    for probe in range(_PROBES):
+        slot = (content + probe) % n_slots
+        if run_content[slot] == content or run_content[slot] == 0:
+            oldest = slot
+            break
+        if oldest < 0 or run_touched[slot] < run_touched[oldest]:
+            oldest = slot
+    run_touched[oldest] = now
+    return oldest
 
 
 @njit(nogil=True, cache=True)
 def _match(  # type: ignore[no-untyped-def]
-    signatures, keys, batch, next_row, ring, ring_key, ring_batch,
-    slot_hash, slot_row, dup_batch, dup_window, dup_of,
+    rows, keys, batch, next_row, ring, ring_key, ring_batch, ring_cluster, slot_row,
+    run_content, run_cluster, run_count, run_touched, equal_batch, equal_window, dup_of, dup_run,
 ):  # fmt: skip
     """Look every row up among the window and the rows before it, then enter the batch.
 
     Slots keep the latest row of a band hash only, so the batch enters after all its rows have been
     looked up: rows of the batch must not hide those of the window. Inside the batch the comparison
-    is with every earlier row of equal first value in some band, found through a second table.
+    is with every earlier row of equal band hash, found through a second table.
+
+    Samples of equal content, and near-duplicates that met in a window, share a cluster: the content
+    hash of its first member. ``dup_run`` counts the cluster's earlier exposures.
     """
-    n, n_rows, n_slots = signatures.shape[0], ring.shape[0], slot_hash.shape[1]
-    n_bands = slot_hash.shape[0]
-    hashes = np.empty((n, n_bands), np.uint64)
+    n, n_rows, n_slots = rows.shape[0], ring.shape[0], slot_row.shape[1]
+    n_bands = slot_row.shape[0]
+    clusters = np.empty(n, np.int64)
     local_slots = 1
     while local_slots < 4 * n:
         local_slots *= 2
     local = np.full((n_bands, local_slots), -1, np.int64)
     for i in range(n):
-        empty = True
-        for p in range(signatures.shape[1]):
-            if signatures[i, p] != np.uint32(0xFFFFFFFF):
-                empty = False
-                break
-        if empty:
-            for band in range(n_bands):
-                hashes[i, band] = np.uint64(0)
+        content = np.int64(rows[i, compact.CONTENT])
+        clusters[i] = content
+        if content == 0:
             continue
-        best = MIN_SIMILARITY
-        for band in range(n_bands):
-            h = _band_hash(signatures[i], band)
-            hashes[i, band] = h
-            slot = np.int64(h % np.uint64(n_slots))
-            row = slot_row[band, slot]
-            if row >= 0 and slot_hash[band, slot] == h and row > next_row - n_rows:
-                place = row % n_rows
-                if ring_batch[place] >= batch - WINDOW_BATCHES:
-                    similarity = _similarity(signatures[i], ring[place])
-                    if similarity >= MIN_SIMILARITY and similarity > dup_window[i]:
-                        dup_window[i] = similarity
-                        if similarity >= best:
-                            best = similarity
-                            dup_of[i] = ring_key[place]
-            slot = np.int64(h % np.uint64(local_slots))
-            j = local[band, slot]
-            if j >= 0 and hashes[j, band] == h:
-                similarity = _similarity(signatures[i], signatures[j])
-                if similarity >= MIN_SIMILARITY and similarity > dup_batch[i]:
-                    dup_batch[i] = similarity
-                    if similarity > best or dup_of[i] < 0:
-                        best = similarity
-                        dup_of[i] = keys[j]
-            local[band, slot] = i
+        most = _MIN_EQUAL - 1
+        partner = np.int64(0)
+        if _band(rows[i], 0) != np.uint64(0):
+            for band in range(n_bands):
+                h = _band(rows[i], band)
+                row = slot_row[band, np.int64(h % np.uint64(n_slots))]
+                if row >= 0 and row > next_row - n_rows:
+                    place = row % n_rows
+                    recent = ring_batch[place] >= batch - WINDOW_BATCHES
+                    if recent and _band(ring[place], band) == h:
+                        n_equal = _n_equal(rows[i], ring[place])
+                        if n_equal >= _MIN_EQUAL and n_equal > equal_window[i]:
+                            equal_window[i] = n_equal
+                            if n_equal > most:
+                                most = n_equal
+                                dup_of[i] = ring_key[place]
+                                partner = ring_cluster[place]
+                slot = np.int64(h % np.uint64(local_slots))
+                j = local[band, slot]
+                if j >= 0 and _band(rows[j], band) == h:
+                    n_equal = _n_equal(rows[i], rows[j])
+                    if n_equal >= _MIN_EQUAL and n_equal > equal_batch[i]:
+                        equal_batch[i] = n_equal
+                        if n_equal > most:
+                            most = n_equal
+                            dup_of[i] = keys[j]
+                            partner = clusters[j]
+                local[band, slot] = i
+        now = np.int32((next_row + i) // 256)
+        slot = _slot_of(content, run_content, run_touched, now)
+        if run_content[slot] == content:
+            clusters[i] = run_cluster[slot]
+        else:
+            if most >= _DUPLICATE_EQUAL:
+                clusters[i] = partner
+            run_content[slot] = content
+            run_cluster[slot] = clusters[i]
+            run_count[slot] = 0
+        first = slot
+        if clusters[i] != content:
+            first = _slot_of(clusters[i], run_content, run_touched, now)
+            if run_content[first] != clusters[i]:
+                run_content[first] = clusters[i]
+                run_cluster[first] = clusters[i]
+                run_count[first] = 0
+        dup_run[i] = run_count[first]
+        run_count[first] += 1
     for i in range(n):
         place = (next_row + i) % n_rows
-        ring[place] = signatures[i]
+        ring[place] = rows[i]
         ring_key[place] = keys[i]
         ring_batch[place] = batch
-        for band in range(n_bands):
-            h = hashes[i, band]
-            if h != np.uint64(0):
-                slot = np.int64(h % np.uint64(n_slots))
-                slot_hash[band, slot] = h
-                slot_row[band, slot] = next_row + i
+        ring_cluster[place] = clusters[i]
+        if rows[i, compact.CONTENT] != np.uint64(0) and _band(rows[i], 0) != np.uint64(0):
+            for band in range(n_bands):
+                h = _band(rows[i], band)
+                slot_row[band, np.int64(h % np.uint64(n_slots))] = next_row + i

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -11,7 +12,7 @@ import torch
 
 from auditor.errors import IdentityError
 from auditor.measure.sketch import exact_hash, exact_hash_tokens
-from auditor.schema import ID_COLUMNS, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
+from auditor.schema import ID_COLUMNS, KEY_SHIFT, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
 
 PREVIEW_CHARS: Final = 160
 
@@ -39,89 +40,256 @@ class Located:
         object.__setattr__(self, "content", _content(self.content))
 
 
-Locator = Callable[[Any, Any], Located]
-"""Called with a sample's dataset index (None for iterable datasets) and the raw sample."""
+Locator = Callable[[Any, Any], Located | Sequence[Located]]
+"""Called with a sample's dataset index (None for iterable datasets) and the raw sample.
+
+Returns where it comes from; for a row that packs several documents, a list, one for each.
+"""
 
 
 @dataclass(frozen=True)
 class Described:
-    """The samples of one batch: keys int64 [B], the rest lists of length B.
+    """The samples of one batch, column by column, each of length n.
 
-    ``by_index``: the keys are indices of a dataset, else hashes. ``has_samples``: False where only
-    the keys are known.
+    ``keys`` i64: a dataset index with the dataset's number, else a hash. ``contents``: texts,
+    bytes, arrays of token ids, None; or one i64 array [n, T]. ``positions`` i32: the row of the
+    batch that each sample lies in, where rows pack several; None: one sample a row, in order. A
+    column that no sample has is None.
     """
 
     keys: np.ndarray
-    located: list[Located]
-    by_index: bool
-    has_samples: bool = True
+    contents: Sequence[Any] | np.ndarray
+    sample_id: Sequence[str | None] | None = None
+    source: Sequence[str | None] | None = None
+    shard: Sequence[str | None] | None = None
+    row: Sequence[int | None] | None = None
+    n_tokens: Sequence[int | None] | np.ndarray | None = None
+    columns: Sequence[str | None] | None = None
+    positions: np.ndarray | None = None
 
 
 def describe(
-    samples: Sequence[Any], indices: Sequence[Any] | None, locator: Locator | None
+    samples: Sequence[Any],
+    indices: Sequence[Any] | None,
+    locator: Locator | None,
+    *,
+    dataset: int = 0,
+    columns: Sequence[str] = (),
 ) -> Described:
     """Locate the samples of a batch by the locator where given, then by their columns.
 
     The key of a map-style sample is its index; else the hash of its id, else of its content.
+    ``columns`` names further columns to keep, as JSON.
 
     Raises:
         IdentityError: a sample has neither index, nor id, nor content.
     """
-    located = []
+    further = None
+    if columns:
+        further = [_further(sample, columns) for sample in samples]
+    if locator is not None or not _is_uniform(samples):
+        return _one_by_one(samples, indices, locator, dataset, further)
+    found = _by_column(samples)
+    keys = _index_keys(indices, dataset)
+    sample_id = found.sample_id
+    if keys is None:
+        if sample_id is None and indices is not None:  # a mapping: its keys are ids
+            sample_id = [str(index) for index in indices]
+        keys = _hashed_keys(len(samples), sample_id, found.shard, found.contents)
+    return replace(found, keys=keys, sample_id=sample_id, columns=further)
+
+
+def keys_alone(indices: Sequence[Any], dataset: int) -> Described:
+    """What is known of samples without their content: raises ``IdentityError`` without indices."""
+    keys = _index_keys(indices, dataset)
+    if keys is None:
+        raise IdentityError("samples without dataset index cannot be told without their content")
+    return Described(keys, [None] * len(keys))
+
+
+def _index_keys(indices: Sequence[Any] | None, dataset: int) -> np.ndarray | None:
+    if indices is None:
+        return None
+    numbers = indices if set(map(type, indices)) == {int} else [_integer(i) for i in indices]
+    if None in numbers:
+        return None
+    return np.asarray(numbers, dtype=np.int64) + (np.int64(dataset) << KEY_SHIFT)
+
+
+def _is_uniform(samples: Sequence[Any]) -> bool:
+    return len(set(map(type, samples))) == 1
+
+
+def _by_column(samples: Sequence[Any]) -> Described:
+    """Samples of one type; keys are left to the caller."""
+    nothing = np.zeros(0, np.int64)
+    first = samples[0]
+    if isinstance(first, Mapping):
+        names = set().union(*samples)
+        content = _column(samples, names, *TEXT_COLUMNS, *TOKEN_COLUMNS)
+        contents = _contents(content or [None] * len(samples))
+        if MASK_COLUMN in names:
+            masks = [sample.get(MASK_COLUMN) for sample in samples]
+            contents = _without_padding(contents, masks)
+        shard = _column(samples, names, "shard", "__url__")
+        rows = _column(samples, names, "row")
+        return Described(
+            nothing,
+            contents,
+            sample_id=_texts(_column(samples, names, *ID_COLUMNS)),
+            source=_texts(_column(samples, names, "source")),
+            shard=_texts(shard),
+            row=None if rows is None else [_integer(row) for row in rows],
+            n_tokens=_lengths(contents),
+        )
+    if isinstance(first, tuple | list):  # (input, target) pairs
+        contents = _contents([sample[0] if len(sample) else None for sample in samples])
+    else:
+        contents = _contents(samples)
+    return Described(nothing, contents, n_tokens=_lengths(contents))
+
+
+def _column(samples: Sequence[Any], present: set[Any], *names: str) -> list[Any] | None:
+    """Per sample the first of the columns that it has, itself or in its ``meta``."""
+    here = [name for name in names if name in present]
+    if here:
+        values = [sample.get(here[0]) for sample in samples]
+        if not any(value is None for value in values):
+            return values
+    if not here and "meta" not in present:
+        return None
+    values = [_first_of(sample, names) for sample in samples]
+    return None if all(value is None for value in values) else values
+
+
+def _first_of(sample: Mapping[Any, Any], names: Sequence[str]) -> Any:
+    meta = sample.get("meta")
+    holders = (sample, meta) if isinstance(meta, Mapping) else (sample,)
+    for name in names:
+        for holder in holders:
+            if holder.get(name) is not None:
+                return holder[name]
+    return None
+
+
+def _contents(values: Sequence[Any]) -> Sequence[Any] | np.ndarray:
+    """Contents in the forms that sketches take; equally long token samples as one array."""
+    first = values[0]
+    if isinstance(first, torch.Tensor) and first.ndim == 1 and not first.is_floating_point():
+        same = all(
+            isinstance(one, torch.Tensor) and one.shape == first.shape and one.dtype == first.dtype
+            for one in values
+        )
+        if same:
+            return torch.stack(list(values)).cpu().numpy()
+    return [_content(value) for value in values]
+
+
+def _without_padding(contents: Any, masks: Sequence[Any]) -> Any:
+    """Padding is no content: token samples without the positions that their mask leaves out."""
+    kept: list[Any] = []
+    padded = False
+    for content, mask in zip(contents, masks, strict=True):
+        if mask is not None and isinstance(content, np.ndarray):
+            mask = np.asarray(mask).astype(bool)
+            if mask.shape == content.shape and not mask.all():
+                content, padded = content[mask], True
+        kept.append(content)
+    return kept if padded else contents
+
+
+def _lengths(contents: Any) -> Sequence[int | None] | np.ndarray:
+    """Token ids, bytes or characters of each content."""
+    if isinstance(contents, np.ndarray):
+        return np.full(len(contents), contents.shape[1], np.int64)
+    return [None if content is None else len(content) for content in contents]
+
+
+def _texts(values: list[Any] | None) -> list[str | None] | None:
+    if values is None:
+        return None
+    return values if set(map(type, values)) == {str} else [_text(value) for value in values]
+
+
+def _hashed_keys(
+    n: int, ids: Sequence[str | None] | None, shards: Sequence[str | None] | None, contents: Any
+) -> np.ndarray:
+    none: list[None] = [None] * n
+    return np.asarray(
+        [_hashed_key(*one) for one in zip(ids or none, shards or none, contents, strict=True)],
+        dtype=np.int64,
+    )
+
+
+def _one_by_one(
+    samples: Sequence[Any],
+    indices: Sequence[Any] | None,
+    locator: Locator | None,
+    dataset: int,
+    further: Sequence[str | None] | None,
+) -> Described:
+    by_index = _index_keys(indices, dataset)
+    keys, located, positions = [], [], []
     for position, sample in enumerate(samples):
         found = _from_columns(sample)
+        given: Any = ()
         if locator is not None:
             given = locator(None if indices is None else indices[position], sample)
-            found = replace(found, **{k: v for k, v in vars(given).items() if v is not None})
-        located.append(found)
-    numbers = None if indices is None else [_integer(index) for index in indices]
-    by_index = numbers is not None and None not in numbers
-    if by_index:
-        keys = np.asarray(numbers, dtype=np.int64)
-    elif indices is not None:  # a mapping: its keys are ids
-        located = [
-            one if one.sample_id is not None else replace(one, sample_id=str(index))
-            for one, index in zip(located, indices, strict=True)
-        ]
-        keys = np.asarray([_hashed_key(one) for one in located], dtype=np.int64)
-    else:
-        keys = np.asarray([_hashed_key(one) for one in located], dtype=np.int64)
-    named = [
-        one if one.sample_id is not None else replace(one, sample_id=str(key))
-        for one, key in zip(located, keys, strict=True)
-    ]
-    has_samples = not all(sample is None for sample in samples)
-    return Described(keys, named, by_index, has_samples)
+        packed = isinstance(given, Sequence)
+        for part in given if packed else (given,):
+            one = found
+            if locator is not None:
+                kept = Located() if packed else found  # the row's content is not its documents'
+                one = replace(kept, **{k: v for k, v in vars(part).items() if v is not None})
+            if by_index is not None and not packed:
+                keys.append(int(by_index[position]))
+            else:
+                if indices is not None and not packed and one.sample_id is None:
+                    one = replace(one, sample_id=str(indices[position]))
+                keys.append(_hashed_key(one.sample_id, one.shard, one.content))
+            located.append(one)
+            positions.append(position)
+    return Described(
+        np.asarray(keys, dtype=np.int64),
+        [one.content for one in located],
+        sample_id=[one.sample_id for one in located],
+        source=[one.source for one in located],
+        shard=[one.shard for one in located],
+        row=[one.row for one in located],
+        n_tokens=[n_tokens_of(one) for one in located],
+        columns=None if further is None else [further[position] for position in positions],
+        positions=np.asarray(positions, dtype=np.int32) if len(keys) != len(samples) else None,
+    )
+
+
+def _further(sample: Any, names: Sequence[str]) -> str | None:
+    """The named columns of a sample as JSON; what JSON cannot hold, as text."""
+    if not isinstance(sample, Mapping):
+        return None
+    values = {name: _plain(_first_of(sample, (name,))) for name in names}
+    return json.dumps(values, ensure_ascii=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    value = _scalar(value)
+    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
 
 
 def _from_columns(sample: Any) -> Located:
-    if isinstance(sample, Mapping):
-        meta = sample.get("meta")
-        meta = meta if isinstance(meta, Mapping) else {}
+    if sample is None:
+        return Located()
+    found = _by_column([sample])
 
-        def column(*names: str) -> Any:
-            for name in names:
-                for holder in (sample, meta):
-                    if holder.get(name) is not None:
-                        return holder[name]
-            return None
+    def only(values: Any) -> Any:
+        return None if values is None else values[0]
 
-        content = _content(column(*TEXT_COLUMNS, *TOKEN_COLUMNS))
-        mask = sample.get(MASK_COLUMN)
-        if mask is not None and isinstance(content, np.ndarray):
-            kept = np.asarray(mask).astype(bool)
-            if kept.shape == content.shape:
-                content = content[kept]  # padding is no content
-        return Located(
-            sample_id=column(*ID_COLUMNS),
-            source=column("source"),
-            shard=column("shard", "__url__"),
-            row=column("row"),
-            content=content,
-        )
-    if isinstance(sample, tuple | list) and sample:  # (input, target) pairs
-        return Located(content=_content(sample[0]))
-    return Located(content=_content(sample))
+    return Located(
+        sample_id=only(found.sample_id),
+        source=only(found.source),
+        shard=only(found.shard),
+        row=only(found.row),
+        content=found.contents[0],
+    )
 
 
 def _scalar(value: Any) -> Any:
@@ -152,15 +320,15 @@ def _content(value: Any) -> str | bytes | np.ndarray | None:
     return None
 
 
-def _hashed_key(one: Located) -> int:
-    if one.sample_id is not None:
-        return exact_hash(f"{one.shard or ''}\0{one.sample_id}".encode())
-    if isinstance(one.content, str):
-        return exact_hash(one.content.encode("utf-8", "surrogatepass"))
-    if isinstance(one.content, bytes):
-        return exact_hash(one.content)
-    if isinstance(one.content, np.ndarray):
-        return exact_hash_tokens(one.content)
+def _hashed_key(sample_id: str | None, shard: str | None, content: Any) -> int:
+    if sample_id is not None:
+        return exact_hash(f"{shard or ''}\0{sample_id}".encode())
+    if isinstance(content, str):
+        return exact_hash(content.encode("utf-8", "surrogatepass"))
+    if isinstance(content, bytes):
+        return exact_hash(content)
+    if isinstance(content, np.ndarray):
+        return exact_hash_tokens(content)
     raise IdentityError(
         "a sample has no dataset index, no id column and no content to tell it by",
         remedy=f"Give the samples one of the columns {', '.join(ID_COLUMNS)}, "
@@ -175,9 +343,8 @@ def n_tokens_of(one: Located) -> int | None:
     return None if one.content is None else len(one.content)
 
 
-def preview_of(one: Located) -> str | None:
-    """The first characters of a sample's content; of token ids their numbers."""
-    content = one.content
+def preview_of(content: Any) -> str | None:
+    """The first characters of a content; of token ids their numbers."""
     if content is None:
         return None
     if isinstance(content, str):

@@ -3,7 +3,8 @@
 The training thread only notes what happened, in order, on a bounded queue. One background thread
 describes samples, scores duplication, takes eigenvalues and appends to the ledgers. A hung disk or
 a slow scorer blocks that thread, never training: what does not fit on the queue is dropped and
-counted, and the counts are written with the attempt.
+counted, and the counts are written with the attempt. Facts go before scores: what was consumed is
+written though scoring lags behind.
 """
 
 from __future__ import annotations
@@ -14,45 +15,54 @@ import contextlib
 import functools
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from auditor.attempt import Attempt, ledger_path, open_attempt
+from auditor.errors import IdentityError
 from auditor.files import sha256
 from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
-from auditor.measure.sketch import exact_hash_tokens
-from auditor.record.duplication import BoundedCounts, DuplicationScorer
-from auditor.record.identity import Described, n_tokens_of, preview_of
-from auditor.record.tagging import Tag
+from auditor.measure.agreement import similarity
+from auditor.measure.compact import compact
+from auditor.record.background import QUEUE_TASKS, Background, Task
+from auditor.record.duplication import DuplicationScorer, Scores
+from auditor.record.exposures import ExposureBuffer
+from auditor.record.samples import SampleLedger
+from auditor.record.steps import OptimizerWatch, inner_optimizer
+from auditor.record.tagging import Describer, RawTag, SentTag, Tag
+from auditor.record.transfer import to_host
+from auditor.schema import STATES
 
 log = logging.getLogger("auditor")
 
-QUEUE_TASKS: Final = 1024
-"""Tasks that may wait for the background thread."""
-
 SCORING_BACKLOG: Final = QUEUE_TASKS // 4
-"""With more tasks waiting than this, batches are recorded without duplication scores."""
+"""With more batches waiting to be scored, further ones are recorded without scores."""
 
 QUEUE_BYTES: Final = 256 * 2**20
 """Samples that may wait; beyond it batches are recorded by their keys alone, unscored."""
 
+FLUSH_S: Final = 1.0
+"""Facts wait at most so long, or for ``exposures.FLUSH_BATCHES``, before they are written: what a
+killed process loses at most."""
+
 SYNC_S: Final = 2.0
-"""The flush bound: a machine that dies loses at most this much."""
+"""How often what was written is forced to the disk: what a machine that dies loses at most."""
 
 CLOSE_S: Final = 30.0
 """How long closing waits for the background thread before it gives the rest up."""
 
 HASHED_SHARDS_BYTES: Final = 2**30
 """Shards are hashed in the background when together they are no larger than this."""
+
+_NO_STEPS: Final = np.zeros(0, np.int64)
 
 _open: dict[tuple[str, int], Recorder] = {}
 
@@ -62,7 +72,7 @@ def recorder_for(run: str | os.PathLike[str]) -> Recorder:
 
     Raises what :func:`auditor.attempt.open_attempt` raises.
     """
-    rank, world_size = _rank_and_world()
+    rank, world_size = rank_and_world()
     path = Path(run).absolute()
     key = (str(path), rank)
     if key not in _open:
@@ -70,7 +80,8 @@ def recorder_for(run: str | os.PathLike[str]) -> Recorder:
     return _open[key]
 
 
-def _rank_and_world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
+    """Rank and world size of this process, by ``torch.distributed`` or what its launcher set."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -93,24 +104,29 @@ class Recorder:
         self.counts: collections.Counter[str] = collections.Counter()
         self.failures: collections.Counter[str] = collections.Counter()
         self.closed = False
+        self.last_scores: Mapping[str, Any] | None = None
+        self.last_batches: tuple[int, ...] = ()
+        self.on_close: list[Callable[[], None]] = []
         self._n_batches = 0
         self._pending: list[int] = []
-        self.last_batches: tuple[int, ...] = ()
-        self._backward_done = False
+        self._n_with_gradients = 0  # of the pending batches, from the first
+        self._optimizers_with_gradients: set[int] = set()
+        self._step_due = False
         self._closed_by_optimizer: int | None = None
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._hooks: list[Any] = []
-        self.on_close: list[Callable[[], None]] = []
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=QUEUE_TASKS)
-        self._ledgers: dict[str, LedgerWriter] = {}
-        self._scorer = DuplicationScorer()
-        self._seen = BoundedCounts()
-        self._synced = self._beat = time.monotonic()
-        # Two counters, each written by one thread only, instead of a lock.
-        self._bytes_in = self._bytes_out = 0
+        self._watches: weakref.WeakKeyDictionary[Any, OptimizerWatch] = weakref.WeakKeyDictionary()
         self._datasets: list[Any] = []
         self._process = os.getpid()
-        self._thread: threading.Thread | None = None
+        # Two counters, each written by one thread only, instead of a lock.
+        self._bytes_in = self._bytes_out = 0
+        self._background = Background(self._idle, self._task_failed)
+        # What follows belongs to the background thread.
+        self._ledgers: dict[str, LedgerWriter] = {}
+        self._exposures = ExposureBuffer()
+        self._samples = SampleLedger(attempt.ledger("samples"))
+        self._scorer: DuplicationScorer | None = None
+        self._to_score: collections.deque[Callable[[], None]] = collections.deque()
+        self._draining: list[threading.Event] = []
+        self._flushed = self._synced = self._beat = time.monotonic()
         atexit.register(self.close)
 
     @staticmethod
@@ -121,54 +137,53 @@ class Recorder:
             for table in ("exposures", "signals"):
                 path = ledger_path(attempt.run, table, attempt.rank, number)
                 for frame in LedgerReader(path) if path.exists() else ():
-                    if frame.kind == "close" and frame.scalars["state"] == "trained":
-                        last = max(last, frame.scalars["step"])
-                    elif frame.kind == "scalars":
-                        last = max(last, int(frame.columns["step"].max()))
+                    steps = frame.columns.get("step", _NO_STEPS)
+                    if frame.kind == "steps":
+                        steps = steps[frame.columns["state"] == STATES.index("trained")]
+                    last = max(last, *steps.tolist(), -1)
             if last >= 0:
                 return last + 1
         return 0
 
     # -- the training thread ---------------------------------------------------------------
 
-    def submit(self, task: Callable[[], None], *, what: str) -> bool:
+    def submit(self, task: Task, *, what: str) -> bool:
         """Queue a task for the background thread; when the queue is full it is dropped, counted."""
         if self.closed or os.getpid() != self._process:  # a forked child has no writer
             return False
-        if self._thread is None:
-            # Started here, at the first record, because loader workers fork before it.
-            self._thread = threading.Thread(target=self._work, name="auditor-recorder", daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put_nowait(task)
-        except queue.Full:
-            self.counts[f"dropped_{what}"] += 1
-            if self.counts[f"dropped_{what}"] == 1:
-                log.warning(
-                    "auditor: recording cannot keep up; %s is dropped and counted (%s)",
-                    what,
-                    self.attempt.run,
-                )
-            return False
-        return True
+        if self._background.submit(task):
+            return True
+        self.counts[f"dropped_{what}"] += 1
+        if self.counts[f"dropped_{what}"] == 1:
+            log.warning(
+                "auditor: recording cannot keep up; %s is dropped and counted (%s)",
+                what,
+                self.attempt.run,
+            )
+        return False
 
-    def delivered(self, tag: Tag, *, state: str = "delivered", dataset: Any = None) -> None:
+    def delivered(
+        self, tag: Tag | SentTag | RawTag, describer: Describer, *, state: str = "delivered"
+    ) -> None:
         """The loop was handed a batch (or it was left out on request: ``skipped``)."""
         self._discard_if_not_stepped()
         batch = self._n_batches
         self._n_batches += 1
         if state == "delivered":
             self._pending.append(batch)
+        if not isinstance(tag, RawTag):
+            self.submit(functools.partial(self._write_tag, batch, tag, state), what="batches")
+            return
         n_bytes = tag.n_bytes
-        if self._bytes_in - self._bytes_out + n_bytes > QUEUE_BYTES:
+        alone = self._bytes_in - self._bytes_out + n_bytes > QUEUE_BYTES
+        if alone:
             self.counts["batches_without_content"] += 1
-            tag, n_bytes = tag.without_samples(), 0
-        number = self._dataset_number(dataset)
-        write = functools.partial(self._write_batch, batch, tag, state, number, n_bytes)
+            tag, n_bytes = RawTag((), tag.indices), 0
+        write = functools.partial(self._write_raw, batch, tag, describer, state, n_bytes, alone)
         if self.submit(write, what="batches"):
             self._bytes_in += n_bytes
 
-    def _dataset_number(self, dataset: Any) -> int:
+    def dataset_number(self, dataset: Any) -> int:
         """Datasets of one run number their samples apart; 0 is the first, or none."""
         if dataset is None:
             return 0
@@ -181,41 +196,58 @@ class Recorder:
             self._datasets.append(dataset)
         return len(self._datasets) - 1
 
+    def score_duplication(self) -> None:
+        """Make the scorer's tables; its kernels are ready before loader workers fork."""
+        if self._scorer is None:
+            self._scorer = DuplicationScorer()
+
     def hold_out(self, samples: Sequence[np.ndarray]) -> None:
         """Token samples that training must not contain; those it does contain are counted."""
-        self._scorer.held_out |= frozenset(exact_hash_tokens(sample) for sample in samples)
+        if samples:
+            self.score_duplication()
+            assert self._scorer is not None
+            self._scorer.hold_out(samples)
 
     def drawn(self, indices: Sequence[int]) -> None:
         """A sampler drew these indices; whether they arrive is not known to it."""
         batch = self._n_batches
         self._n_batches += 1
         keys = np.asarray(list(indices), dtype=np.int64)
-        self.submit(functools.partial(self._write_drawn, batch, keys), what="batches")
+        write = functools.partial(self._exposures.add_batch, batch, "drawn", keys, None)
+        self.submit(write, what="batches")
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> bool:
+    def watch(self, optimizer: Any) -> bool:
         """Let the optimizer's own step close steps from now on; True when it is new.
 
         An optimizer without step hooks cannot be watched; the monitor then closes the steps.
         """
-        if optimizer in self._optimizers or not hasattr(optimizer, "register_step_post_hook"):
+        optimizer = inner_optimizer(optimizer)
+        if optimizer in self._watches or not hasattr(optimizer, "register_step_post_hook"):
             return False
+        number = len(self._watches)
 
-        def stepped(*_: Any) -> None:
-            try:
-                if self._pending:
-                    numbered = self._backward_done  # the monitor has been here before
-                    closed = self.close_step()
-                    self._closed_by_optimizer = None if numbered else closed
-            except Exception as error:
-                self.failed("optimizer hook", error)
+        def stepped(overflow: Tensor | None) -> None:
+            if self._pending:
+                numbered = self._step_due  # the monitor has been here before
+                closed = self.close_step(overflow=overflow)
+                self._closed_by_optimizer = None if numbered else closed
 
-        self._hooks.append(optimizer.register_step_post_hook(stepped))
-        self._optimizers.add(optimizer)
+        def produced() -> None:
+            self._n_with_gradients = len(self._pending)
+            self._optimizers_with_gradients.add(number)
+
+        def cleared() -> None:
+            if number in self._optimizers_with_gradients:
+                self._optimizers_with_gradients.discard(number)
+                if not self._optimizers_with_gradients and self._n_with_gradients:
+                    self.close_step("discarded", n_batches=self._n_with_gradients)
+
+        self._watches[optimizer] = OptimizerWatch(
+            optimizer, stepped=stepped, produced=produced, cleared=cleared, failed=self.failed
+        )
         return True
 
-    def step_of_backward(
-        self, step: int | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> int:
+    def step_of_backward(self, step: int | None = None, optimizer: Any = None) -> int:
         """The number of the step whose backward has just run.
 
         Called by the monitor before or after the optimizer's own step: when the optimizer already
@@ -232,37 +264,50 @@ class Recorder:
         if step is not None:
             self.next_step = step
         # A new optimizer may have stepped before it was watched, so this call closes the step.
-        if is_new or not self._optimizers or not self._pending:
+        if is_new or not self._watches or not self._pending:
             return self.close_step()
-        self._backward_done = True
+        self._step_due = True
+        self._n_with_gradients = len(self._pending)
         return self.next_step
 
-    def close_step(self, state: str = "trained") -> int:
-        """Every batch since the last close went into one update; returns its number."""
-        step, batches = self.next_step, self._pending
+    def close_step(
+        self,
+        state: str = "trained",
+        *,
+        n_batches: int | None = None,
+        overflow: Tensor | None = None,
+    ) -> int:
+        """The first ``n_batches`` pending batches (all) went into one update; returns its number.
+
+        ``overflow``: a flag on the device; where it is not zero the update did nothing, and the
+        batches are discarded under the number that the step has.
+        """
+        step = self.next_step
+        batches = self._pending[:n_batches]
+        self._pending = [] if n_batches is None else self._pending[n_batches:]
         if state == "trained":
             self.next_step = step + 1
-        self._pending, self._backward_done = [], False
+        self._step_due, self._n_with_gradients = False, 0
+        self._optimizers_with_gradients.clear()
         self.last_batches = tuple(batches)
         if batches:
-            frame = Frame(
-                "close",
-                {"step": step, "state": state},
-                {"batch": np.asarray(batches, dtype=np.int64)},
+            flag = None if overflow is None else to_host(overflow)
+            self.submit(
+                functools.partial(self._write_step, step, state, batches, flag), what="steps"
             )
-            self.submit(lambda: self._append("exposures", frame), what="steps")
         return step
 
     def _renumber(self, closed: int, step: int) -> None:
         self.next_step = step + 1
-        self.submit(
-            lambda: self._append("exposures", Frame("renumber", {"closed": closed, "step": step})),
-            what="steps",
-        )
+        renumber = functools.partial(self._exposures.add_renumbered, closed, step)
+        self.submit(renumber, what="steps")
 
     def _discard_if_not_stepped(self) -> None:
-        """Backward ran, the next batch is here, and a watched optimizer did not step: discarded."""
-        if self._backward_done and self._optimizers and self._pending:
+        """The next batch is here: did what was pending lose its gradients without a step?"""
+        if self._n_with_gradients:
+            for watch in list(self._watches.values()):
+                watch.notice_gradients_gone()
+        if self._step_due and self._watches and self._pending:
             self.close_step("discarded")
 
     @property
@@ -283,7 +328,9 @@ class Recorder:
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until what was submitted so far is on disk; False when it took too long."""
         done = threading.Event()
-        return self.submit(done.set, what="drains") and done.wait(timeout_s)
+        submitted = self.submit(functools.partial(self._draining.append, done), what="drains")
+        self._background.hurry()
+        return submitted and done.wait(timeout_s)
 
     def close(self) -> None:
         """Write what is waiting, note how the attempt ended, give the claim back. Idempotent.
@@ -297,20 +344,18 @@ class Recorder:
                 send()
             except Exception as error:
                 self.failed("closing", error)
-        finished = self._thread is None
-        if self._thread is not None:
-            with contextlib.suppress(queue.Full):
-                self._queue.put(None, timeout=CLOSE_S)
-                self._thread.join(CLOSE_S)
-            finished = not self._thread.is_alive()
+        finished = self._background.stop(CLOSE_S)
         self.closed = True
-        for hook in self._hooks:
-            hook.remove()
+        for watch in list(self._watches.values()):
+            watch.remove()
         atexit.unregister(self.close)
         _open.pop((str(self.attempt.run), self.attempt.rank), None)
         try:
-            for ledger in self._ledgers.values() if finished else ():
-                ledger.close()
+            if finished:
+                self._flush()
+                self._samples.close()
+                for ledger in self._ledgers.values():
+                    ledger.close()
             self.attempt.close(
                 n_batches=self._n_batches,
                 n_pending=len(self._pending),
@@ -323,24 +368,42 @@ class Recorder:
 
     # -- the background thread -------------------------------------------------------------
 
-    def _work(self) -> None:
-        while True:
-            try:
-                task: Callable[[], None] | None = self._queue.get(timeout=SYNC_S)
-            except queue.Empty:
-                task = _nothing
-            if task is None:
-                return
-            try:
-                task()
-                self._sync_when_due()
-            except Exception as error:
-                self.failed(_name_of(task), error)
+    def _idle(self, empty: bool) -> bool:
+        """Between tasks: score one batch when no facts wait, write and sync what is due."""
+        if empty and self._to_score:
+            self._to_score.popleft()()
+        drained = empty and not self._to_score and self._draining
+        now = time.monotonic()
+        if self._exposures.full or drained or now - self._flushed >= FLUSH_S:
+            self._flush()
+        if now - self._synced >= SYNC_S:
+            self._synced = now
+            self._samples.sync()
+            for ledger in self._ledgers.values():
+                ledger.sync()
+        if now - self._beat >= 10.0:
+            self._beat = now
+            self.attempt.heartbeat()
+        if drained:
+            done, self._draining[:] = list(self._draining), []
+            for event in done:
+                event.set()
+        return bool(self._to_score)
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        for frame in self._exposures.take():
+            self._append("exposures", frame)
+        self._samples.flush()
 
     def _append(self, table: str, frame: Frame) -> None:
         if table not in self._ledgers:
             self._ledgers[table] = LedgerWriter(self.attempt.ledger(table))
         self._ledgers[table].append(frame)
+
+    def _task_failed(self, task: Task, error: Exception) -> None:
+        name = str(getattr(getattr(task, "func", task), "__name__", "recording")).strip("_")
+        self.failed({"write_raw": "write_batch", "write_tag": "write_batch"}.get(name, name), error)
 
     def append_signals(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows of one step; background thread only."""
@@ -370,69 +433,65 @@ class Recorder:
         """Write per-step scalars, one column per signal and ``step``; background thread only."""
         self._append("signals", Frame("scalars", {}, columns))
 
-    def _write_drawn(self, batch: int, keys: np.ndarray) -> None:
-        self._append("exposures", Frame("batch", {"batch": batch, "state": "drawn"}, {"key": keys}))
+    def _write_tag(self, batch: int, sent: Tag | SentTag, state: str) -> None:
+        """A batch that a loader worker described."""
+        tag = sent.tag()
+        if tag.failure is not None:
+            raise IdentityError(tag.failure)
+        self._exposures.add_batch(batch, state, tag.keys, tag.positions)
+        if state != "skipped" and tag.sketches is not None:
+            sketches = tag.sketches
+            self._score_later(batch, tag.keys, lambda: sketches, 0)
 
-    def _write_batch(self, batch: int, tag: Tag, state: str, dataset: int, n_bytes: int) -> None:
-        self._bytes_out += n_bytes
-        described = tag.describe()
-        if described.by_index and dataset:
-            keys = described.keys + (np.int64(dataset) << DATASET_SHIFT)
-            described = replace(described, keys=keys)
-        frame = Frame("batch", {"batch": batch, "state": state}, {"key": described.keys})
-        self._append("exposures", frame)
-        if described.has_samples:
-            self._write_samples(described)
-        if state == "skipped" or not described.has_samples:
+    def _write_raw(
+        self, batch: int, raw: RawTag, describer: Describer, state: str, n_bytes: int, alone: bool
+    ) -> None:
+        """A batch still to be described; ``alone``: by its keys only."""
+        try:
+            described = describer.keys_alone(raw) if alone else describer.describe(raw)
+            self._exposures.add_batch(batch, state, described.keys, described.positions)
+        except Exception:
+            self._bytes_out += n_bytes
+            raise
+        self._samples.note(described)
+        if describer.sketching and state != "skipped" and not alone:
+            sketch = functools.partial(compact, described.contents)
+            self._score_later(batch, described.keys, sketch, n_bytes)
+        else:
+            self._bytes_out += n_bytes
+
+    def _score_later(
+        self, batch: int, keys: np.ndarray, sketches: Callable[[], np.ndarray], n_bytes: int
+    ) -> None:
+        if len(self._to_score) >= SCORING_BACKLOG:
+            self.counts["unscored_samples"] += len(keys)
+            self._bytes_out += n_bytes
             return
-        if self._queue.qsize() > SCORING_BACKLOG:
-            self.counts["unscored_samples"] += len(described.keys)
-            return
-        scores = self._scorer.score(batch, described.keys, [o.content for o in described.located])
+        self._to_score.append(functools.partial(self._score, batch, keys, sketches, n_bytes))
+
+    def _score(
+        self, batch: int, keys: np.ndarray, sketches: Callable[[], np.ndarray], n_bytes: int
+    ) -> None:
+        assert self._scorer is not None
+        try:
+            scores = self._scorer.score(batch, keys, sketches())
+        finally:
+            self._bytes_out += n_bytes
+        self._exposures.add_scores(batch, scores)
+        self.last_scores = _readable(batch, keys, scores)
         if self._scorer.n_held_out:
             self.counts["probe_samples_in_training"] = self._scorer.n_held_out
-        if scores:
-            self._append("exposures", Frame("scores", {"batch": batch}, scores))
 
-    def _write_samples(self, described: Described) -> None:
-        new = [
-            (int(key), one)
-            for key, one in zip(described.keys, described.located, strict=True)
-            if self._seen.add(int(key)) == 0
-        ]
-        if not new:
-            return
-        located = [one for _, one in new]
-        self._append(
-            "samples",
-            Frame(
-                "samples",
-                {},
-                {
-                    "key": np.asarray([key for key, _ in new], dtype=np.int64),
-                    "row": np.asarray(
-                        [NULL if o.row is None else o.row for o in located], dtype=np.int64
-                    ),
-                    "n_tokens": np.asarray(
-                        [NULL if (n := n_tokens_of(o)) is None else n for o in located],
-                        dtype=np.int64,
-                    ),
-                },
-                {
-                    "sample_id": [o.sample_id for o in located],
-                    "source": [o.source for o in located],
-                    "shard": [o.shard for o in located],
-                    "preview": [preview_of(o) for o in located],
-                },
-            ),
-        )
+    def _write_step(
+        self, step: int, state: str, batches: Sequence[int], overflow: Callable[[], Any] | None
+    ) -> None:
+        if overflow is not None and np.any(overflow()):
+            state = "discarded"
+        self._exposures.add_step(step, state, batches)
 
     def write_losses(self, batches: Sequence[int], losses: np.ndarray) -> None:
         """Per-sample losses, float32 [sum of B], of the batches in order; background thread."""
-        self._append(
-            "exposures",
-            Frame("losses", {}, {"batch": np.asarray(batches), "loss": losses.astype(np.float32)}),
-        )
+        self._exposures.add_losses(batches, losses)
 
     def describe_dataset(self, dataset: Any) -> None:
         """Note type, length and shards of the dataset; shards are hashed in the background."""
@@ -460,24 +519,13 @@ class Recorder:
             ],
         )
 
-    def _sync_when_due(self) -> None:
-        now = time.monotonic()
-        if now - self._synced >= SYNC_S:
-            self._synced = now
-            for ledger in self._ledgers.values():
-                ledger.sync()
-        if now - self._beat >= 10.0:
-            self._beat = now
-            self.attempt.heartbeat()
 
-
-DATASET_SHIFT: Final = 48
-"""Bits of a key that hold the index; above them is the number of the dataset in the attempt."""
-
-
-def _nothing() -> None:
-    """The task of an idle moment: only the time has moved on."""
-
-
-def _name_of(task: Any) -> str:
-    return str(getattr(getattr(task, "func", task), "__name__", "recording")).strip("_")
+def _readable(batch: int, keys: np.ndarray, scores: Scores) -> Mapping[str, Any]:
+    return {
+        "batch": batch,
+        "key": keys,
+        "dup_batch": np.where(scores.known, similarity(scores.n_equal_batch), np.nan),
+        "dup_window": np.where(scores.known, similarity(scores.n_equal_window), np.nan),
+        "dup_run": scores.dup_run,
+        "repetition": np.where(scores.known, scores.repetition, np.nan),
+    }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from auditor.record.identity import Locator
-from auditor.record.recorder import Recorder, recorder_for
-from auditor.record.tagging import Rows, Tag, TaggedBatch, tagging_copy
+from auditor.record.recorder import Recorder, rank_and_world, recorder_for
+from auditor.record.tagging import Describer, RawTag, Rows, SentTag, Tag, tagging_copy
+
+log = logging.getLogger("auditor")
 
 
 class AuditedSampler:
@@ -23,10 +26,11 @@ class AuditedSampler:
             ...
 
     Args:
-        loader: a ``DataLoader`` (it is copied, not changed; samplers and generators are shared);
-            or any iterable of batches, whose samples are then told by their id columns or content;
-            or a ``Sampler`` or batch sampler to hand to a loader, which records what was *drawn*
-            only, since a sampler cannot know what arrives.
+        loader: a ``DataLoader`` (it is copied, not changed; samplers and generators are shared),
+            also one that Accelerate or Fabric prepared; or any iterable of batches, whose samples
+            are then told by their id columns or content; or a ``Sampler`` or batch sampler to hand
+            to a loader, which records what was *drawn* only, since a sampler cannot know what
+            arrives. Without a loader, the loop says what it takes: see :meth:`record`.
         run: the run directory, made when it is not there. A ``GradeMonitor`` on the same path
             shares its steps.
         optimizer: when given, its own ``step()`` closes each training step. Without it, and
@@ -34,9 +38,14 @@ class AuditedSampler:
         start_step: number of the first step; by default one past the last recorded step, 0 at
             first. Give it when a run is resumed from a checkpoint.
         locator: ``locator(index, sample) -> Located`` names id, source, shard, row or content of
-            a raw sample where its columns do not. ``index`` is None for iterable datasets.
+            a raw sample where its columns do not; a list of ``Located`` for a row that packs
+            several documents. ``index`` is None for iterable datasets.
         skip: batches not to train on, by ordinal (int), or samples by id (str), whose batches are
             left out. They are drawn, recorded as ``skipped`` and not yielded.
+        columns: further columns of the samples to keep with the record, by name.
+        duplication: whether to score how duplicated each sample is: in its batch, in the last 64
+            batches, over the run, and inside itself. Done in loader workers and on a background
+            thread. False records ids alone.
 
     Attributes of the loader (``dataset``, ``state_dict``, ``sampler.set_epoch``, ...) are reached
     through the wrapper.
@@ -48,22 +57,31 @@ class AuditedSampler:
 
     def __init__(
         self,
-        loader: Any,
+        loader: Any = None,
         *,
         run: str | PathLike[str],
         optimizer: torch.optim.Optimizer | None = None,
         start_step: int | None = None,
         locator: Locator | None = None,
         skip: Collection[int | str] | None = None,
+        columns: Sequence[str] = (),
+        duplication: bool = True,
     ) -> None:
-        if not isinstance(loader, Iterable):
+        if loader is not None and not isinstance(loader, Iterable):
             raise ValueError(f"loader must be iterable, got {type(loader).__name__}")
         self._loader: Any = loader
         self._run = run
-        self._locator = locator
         self._skip = frozenset(skip or ())
+        self._duplication = duplication
         self._n_batches = 0
-        self._inner = tagging_copy(loader, locator) if isinstance(loader, DataLoader) else loader
+        self._describer = Describer(
+            locator=locator,
+            columns=columns,
+            sketching=duplication,
+            unwanted=frozenset(one for one in self._skip if isinstance(one, str)),
+        )
+        self._tagged = isinstance(loader, DataLoader) or _wraps_loader(loader)
+        self._inner: Any = tagging_copy(loader, self._describer) if self._tagged else loader
         self._recorder: Recorder | None = None
         recorder = self._open()
         if start_step is not None:
@@ -73,29 +91,41 @@ class AuditedSampler:
         dataset = getattr(loader, "dataset", None)
         if dataset is not None:
             recorder.describe_dataset(dataset)
+        _warn_of_undivided_data(loader)
 
     def _open(self) -> Recorder:
+        """The recorder of the run; one of a new attempt after it was closed."""
         if self._recorder is None or self._recorder.closed:
-            self._recorder = recorder_for(self._run)
+            recorder = self._recorder = recorder_for(self._run)
+            if self._duplication:
+                recorder.score_duplication()
+            self._describer.of_attempt(
+                recorder.attempt.ledger("samples"),
+                recorder.dataset_number(getattr(self._loader, "dataset", None)),
+            )
+            if getattr(self._inner, "persistent_workers", False):
+                self._inner._iterator = None  # its workers describe for an earlier attempt
         return self._recorder
 
     def __iter__(self) -> Iterator[Any]:
         recorder = self._open()
+        if self._loader is None:
+            raise TypeError("this AuditedSampler has no loader to iterate; use record()")
         if isinstance(self._loader, Sampler):
             for drawn in self._inner:
                 self._note_drawn(recorder, drawn)
                 yield drawn
             return
         for item in self._inner:
-            if isinstance(item, TaggedBatch):
-                batch, tag = item.batch, item.tag
-            else:
-                batch, tag = item, self._tag(item)
+            batch, tag = item if self._tagged else (item, self._tag_of(item))
+            if isinstance(tag, torch.Tensor):
+                tag = SentTag(tag)
             ordinal = self._n_batches
             self._n_batches += 1
-            if self._skip and self._is_skipped(recorder, ordinal, tag):
+            if self._skip and self._is_skipped(ordinal, tag):
+                self._note_delivered(tag, "skipped")
                 continue
-            self._note_delivered(recorder, tag, "delivered")
+            self._note_delivered(tag, "delivered")
             yield batch
 
     def __len__(self) -> int:
@@ -104,13 +134,47 @@ class AuditedSampler:
     def __getattr__(self, name: str) -> Any:
         if name in {"_inner", "_loader"}:  # not there yet while unpickling
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        # Of the copy, whose iteration state is the true one; but its collate function and dataset
+        # are ours, and not for others to build a loader from.
+        return getattr(self._loader if name in {"collate_fn", "dataset"} else self._inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recorder": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+    def record(self, ids: Any, samples: Any = None) -> None:
+        """Record a batch that the loop put together itself: call it where the batch is taken.
+
+            audited = AuditedSampler(run="run/", optimizer=optimizer)
+            starts = torch.randint(len(tokens) - T, (B,))
+            x = torch.stack([tokens[i : i + T] for i in starts])
+            audited.record(starts, x)
+
+        Args:
+            ids: one integer or text per sample: rows, window starts, names; a tensor [B] on the
+                CPU, an array or a list. ``locator`` is called with each.
+            samples: the batch, if duplication is to be scored: tensor [B, ...], mapping of
+                columns, or list of samples. Integer tensors are copied.
+        """
+        try:
+            indices = list(ids.tolist() if hasattr(ids, "tolist") else ids)
+            rows = [None] * len(indices) if samples is None else Rows(samples)
+            self._open()
+            self._note_delivered(RawTag(rows, indices), "delivered")
+        except Exception as error:
+            self._open().failed("AuditedSampler.record", error)
+
+    @property
+    def last(self) -> Mapping[str, Any] | None:
+        """Scores of the latest batch that was scored, a moment after it was delivered.
+
+        ``batch``, its ordinal; arrays [n]: ``key``, ``dup_batch``, ``dup_window``, ``dup_run``,
+        ``repetition`` (as in ``schema.EXPOSURES``; NaN where the content is unknown). None before
+        the first.
+        """
+        return self._open().last_scores
 
     def close(self) -> None:
         """Write what is waiting and give the run directory back; also done when Python exits."""
@@ -121,27 +185,27 @@ class AuditedSampler:
         """Wait until all that was recorded so far is on disk; False when it took too long."""
         return self._open().drain(timeout_s)
 
-    def _is_skipped(self, recorder: Recorder, ordinal: int, tag: Tag) -> bool:
+    def _is_skipped(self, ordinal: int, tag: Tag | SentTag | RawTag) -> bool:
+        if ordinal in self._skip:
+            return True
         try:
-            skipped = ordinal in self._skip or any(
-                one.sample_id in self._skip for one in tag.describe().located
-            )
+            if not isinstance(tag, RawTag):
+                return tag.tag().unwanted
+            return self._describer.is_unwanted(self._describer.describe(tag))
         except Exception as error:
-            recorder.failed("skip=", error)
+            self._open().failed("skip=", error)
             return False
-        if skipped:
-            self._note_delivered(recorder, tag, "skipped")
-        return skipped
 
-    def _tag(self, batch: Any) -> Tag:
+    def _tag_of(self, batch: Any) -> Tag | RawTag:
         try:
-            return Tag(Rows(batch), None, self._locator)
+            return RawTag(Rows(batch), None)
         except Exception as error:
             return Tag.of_failure(error)
 
-    def _note_delivered(self, recorder: Recorder, tag: Tag, state: str) -> None:
+    def _note_delivered(self, tag: Tag | SentTag | RawTag, state: str) -> None:
+        recorder = self._open()
         try:
-            recorder.delivered(tag, state=state, dataset=getattr(self._loader, "dataset", None))
+            recorder.delivered(tag, self._describer, state=state)
         except Exception as error:
             recorder.failed("recording a batch", error)
 
@@ -151,3 +215,29 @@ class AuditedSampler:
             recorder.drawn(drawn if isinstance(drawn, list | tuple) else [drawn])
         except Exception as error:
             recorder.failed("recording a draw", error)
+
+
+def _wraps_loader(loader: Any) -> bool:
+    """A framework's own loader around a ``DataLoader``."""
+    attributes = vars(loader) if hasattr(loader, "__dict__") else {}
+    return any(
+        isinstance(attributes.get(name), DataLoader) for name in ("base_dataloader", "_dataloader")
+    )
+
+
+def _warn_of_undivided_data(loader: Any) -> None:
+    """Several ranks, and a loader that gives all of them the same data."""
+    _, world_size = rank_and_world()
+    if world_size == 1 or not isinstance(loader, DataLoader) or _wraps_loader(loader):
+        return
+    samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]
+    if isinstance(loader.dataset, IterableDataset) or any(
+        isinstance(one, DistributedSampler) or hasattr(one, "num_replicas") for one in samplers
+    ):
+        return
+    log.warning(
+        "auditor: %d ranks, and a loader whose sampler does not divide the data among them: every "
+        "rank may see the same samples. Use a DistributedSampler; with Accelerate or Fabric wrap "
+        "the loader that prepare() or setup_dataloaders() returned",
+        world_size,
+    )

@@ -1,0 +1,103 @@
+"""One background thread: what the training thread leaves to it, in order, within bounds.
+
+The training thread appends to a queue and never waits or wakes anybody: the background thread looks
+now and then. Between tasks it sleeps for a moment, so that a training thread waiting for the
+interpreter lock gets it there and not after CPython's switch interval of 5 ms.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+QUEUE_TASKS: Final = 1024
+"""Tasks that may wait for the background thread."""
+
+POLL_S: Final = 0.05
+"""How often the thread looks for tasks while the queue is short."""
+
+YIELD_S: Final = 50e-6
+
+Task = Callable[[], None]
+
+
+class Background:
+    """Runs tasks in order, and ``idle`` between them and when there are none.
+
+    Args:
+        idle: called after each task and when the queue is empty, with whether it is; returns True
+            while it has more to do, which it is then called for again.
+        failed: told the task and the exception of a task, or of ``idle``.
+    """
+
+    def __init__(
+        self, idle: Callable[[bool], bool], failed: Callable[[Task, Exception], None]
+    ) -> None:
+        self._idle = idle
+        self._failed = failed
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._tasks)
+
+    def submit(self, task: Task) -> bool:
+        """Queue a task; False when the queue is full."""
+        if self._thread is None:
+            # Started here, at the first record, because loader workers fork before it.
+            self._thread = threading.Thread(target=self._work, name="auditor-recorder", daemon=True)
+            self._thread.start()
+        n_waiting = len(self._tasks)
+        if n_waiting >= QUEUE_TASKS:
+            return False
+        self._tasks.append(task)
+        if n_waiting >= QUEUE_TASKS // 4 and not self._wake.is_set():
+            self._wake.set()
+        return True
+
+    def hurry(self) -> None:
+        """Let the thread look for tasks at once."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Run what waits and end the thread; False when it took too long."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            if self._tasks:
+                self._run(self._tasks.popleft())
+                self._run_idle(empty=False)
+                time.sleep(YIELD_S)
+                continue
+            if self._run_idle(empty=True):
+                time.sleep(YIELD_S)
+            elif self._stopping and not self._tasks:
+                return
+            else:
+                self._wake.wait(POLL_S)
+                self._wake.clear()
+
+    def _run(self, task: Task) -> None:
+        try:
+            task()
+        except Exception as error:
+            self._failed(task, error)
+
+    def _run_idle(self, *, empty: bool) -> bool:
+        try:
+            return self._idle(empty)
+        except Exception as error:
+            self._failed(lambda: None, error)
+            return False
