@@ -1,8 +1,9 @@
 """One background thread: what the training thread leaves to it, in order, within bounds.
 
-The training thread appends to a queue and never waits or wakes anybody: the background thread looks
-now and then. Between tasks it sleeps for a moment, so that a training thread waiting for the
-interpreter lock gets it there and not after CPython's switch interval of 5 ms.
+The training thread appends to a queue and never waits. The background thread takes tasks off at
+once: samples that wait are objects which the garbage collector has to visit. Between tasks it
+sleeps for a moment, so that a training thread waiting for the interpreter lock gets it there and
+not after CPython's switch interval of 5 ms.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Final
 QUEUE_TASKS: Final = 1024
 """Tasks that may wait for the background thread."""
 
-POLL_S: Final = 0.05
-"""How often the thread looks for tasks while the queue is short."""
+POLL_S: Final = 0.1
+"""How often the thread looks whether something is due though no task has come."""
 
 YIELD_S: Final = 50e-6
 
@@ -57,7 +58,7 @@ class Background:
         if n_waiting >= QUEUE_TASKS:
             return False
         self._tasks.append(task)
-        if n_waiting >= QUEUE_TASKS // 4 and not self._wake.is_set():
+        if n_waiting == 0:
             self._wake.set()
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +14,13 @@ import torch
 
 from auditor.errors import IdentityError
 from auditor.measure.sketch import exact_hash, exact_hash_tokens
+from auditor.record.batches import Columns
+from auditor.record.datasets import TableRow, TableRows
 from auditor.schema import ID_COLUMNS, KEY_SHIFT, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
 
+SHARD_COLUMNS: Final = ("shard", "__url__")
 PREVIEW_CHARS: Final = 160
+PREVIEW_TOKENS: Final = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,34 +75,136 @@ class Described:
 
 
 def describe(
-    samples: Sequence[Any],
+    samples: Sequence[Any] | Columns,
     indices: Sequence[Any] | None,
     locator: Locator | None,
     *,
     dataset: int = 0,
     columns: Sequence[str] = (),
+    table: TableRows | None = None,
 ) -> Described:
     """Locate the samples of a batch by the locator where given, then by their columns.
 
     The key of a map-style sample is its index; else the hash of its id, else of its content.
-    ``columns`` names further columns to keep, as JSON.
+    ``columns`` names further columns to keep, as JSON. ``table`` knows the columns that the samples
+    do not show; it is asked for samples as they are written, once each.
 
     Raises:
         IdentityError: a sample has neither index, nor id, nor content.
     """
-    further = None
+    further: list[str | None] | None = None
+    if isinstance(samples, Columns):
+        found = _of_columns(samples)
+        if columns:
+            values = [_listed(samples.further[name]) for name in columns]
+            further = [
+                _json(dict(zip(columns, row, strict=True))) for row in zip(*values, strict=True)
+            ]
+        return _with_keys(_from_table(found, table), indices, dataset, further)
     if columns:
-        further = [_further(sample, columns) for sample in samples]
+        further = [
+            _further(sample, columns, None if table is None else table[position])
+            for position, sample in enumerate(samples)
+        ]
     if locator is not None or not _is_uniform(samples):
-        return _one_by_one(samples, indices, locator, dataset, further)
-    found = _by_column(samples)
+        return _one_by_one(samples, indices, locator, dataset, further, table)
+    return _with_keys(_from_table(_by_column(samples), table), indices, dataset, further)
+
+
+class _Lazy(Sequence[Any]):
+    """A column whose values are looked up when they are asked for."""
+
+    def __init__(self, n: int, value: Callable[[int], Any]) -> None:
+        self._n, self._value = n, value
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, position: Any) -> Any:
+        if not 0 <= position < self._n:
+            raise IndexError(position)
+        return self._value(position)
+
+
+def _from_table(found: Described, table: TableRows | None) -> Described:
+    """The columns that the samples do not show, from the table that they were read from."""
+    if table is None:
+        return found
+    n = len(table)
+    names = [
+        name for name in ("sample_id", "source", "shard", "row") if getattr(found, name) is None
+    ]
+    # A shard's rows are not the table's.
+    own_rows = found.shard is None
+
+    located = functools.cache(lambda position: _of_row(table, position, own_rows))
+
+    def lookup(name: str) -> Callable[[int], Any]:
+        return lambda position: getattr(located(int(position)), name)
+
+    hidden: dict[str, Any] = {name: _Lazy(n, lookup(name)) for name in names}
+    return replace(found, **hidden)
+
+
+def _of_row(table: TableRows, position: int, own_rows: bool) -> Located:
+    """What the table says about a sample; where it names neither id nor shard, its row does."""
+    row = table[position]
+    if row is None:
+        return Located()
+    sample_id, number = _first_of(row, ID_COLUMNS), _first_of(row, ("row",))
+    shard = _first_of(row, SHARD_COLUMNS)
+    if table.is_one_table:
+        if number is None and shard is None and own_rows:
+            number = row.number
+        if sample_id is None and row.is_mapped:
+            sample_id = row.number
+    return Located(sample_id=sample_id, source=_first_of(row, ("source",)), shard=shard, row=number)
+
+
+def _with_keys(
+    found: Described,
+    indices: Sequence[Any] | None,
+    dataset: int,
+    further: Sequence[str | None] | None,
+) -> Described:
     keys = _index_keys(indices, dataset)
     sample_id = found.sample_id
     if keys is None:
         if sample_id is None and indices is not None:  # a mapping: its keys are ids
             sample_id = [str(index) for index in indices]
-        keys = _hashed_keys(len(samples), sample_id, found.shard, found.contents)
+        keys = _hashed_keys(len(found.contents), sample_id, found.shard, found.contents)
     return replace(found, keys=keys, sample_id=sample_id, columns=further)
+
+
+def _of_columns(batch: Columns) -> Described:
+    """A collated batch; keys are left to the caller."""
+    contents: Any = [None] * batch.n
+    n_tokens: Any = None if batch.width is None else np.full(batch.n, batch.width, np.int64)
+    if batch.content is not None:
+        contents = batch.content
+        if isinstance(contents, torch.Tensor):
+            contents = contents.cpu().numpy()
+        if batch.mask is not None:
+            contents = _without_padding(contents, list(np.asarray(batch.mask)))
+        n_tokens = _lengths(contents)
+    elif batch.mask is not None and batch.width is not None:
+        n_tokens = np.asarray(batch.mask).astype(bool).sum(axis=-1)
+    rows = _listed(batch.row)
+    return Described(
+        np.zeros(0, np.int64),
+        contents,
+        sample_id=_texts(_listed(batch.sample_id)),
+        source=_texts(_listed(batch.source)),
+        shard=_texts(_listed(batch.shard)),
+        row=None if rows is None else [_integer(row) for row in rows],
+        n_tokens=n_tokens,
+    )
+
+
+def _listed(column: Any) -> list[Any] | None:
+    if column is None:
+        return None
+    return column.tolist() if isinstance(column, torch.Tensor | np.ndarray) else list(column)
 
 
 def keys_alone(indices: Sequence[Any], dataset: int) -> Described:
@@ -131,7 +239,7 @@ def _by_column(samples: Sequence[Any]) -> Described:
         if MASK_COLUMN in names:
             masks = [sample.get(MASK_COLUMN) for sample in samples]
             contents = _without_padding(contents, masks)
-        shard = _column(samples, names, "shard", "__url__")
+        shard = _column(samples, names, *SHARD_COLUMNS)
         rows = _column(samples, names, "row")
         return Described(
             nothing,
@@ -162,13 +270,14 @@ def _column(samples: Sequence[Any], present: set[Any], *names: str) -> list[Any]
     return None if all(value is None for value in values) else values
 
 
-def _first_of(sample: Mapping[Any, Any], names: Sequence[str]) -> Any:
+def _first_of(sample: Mapping[Any, Any] | TableRow, names: Sequence[str]) -> Any:
     meta = sample.get("meta")
     holders = (sample, meta) if isinstance(meta, Mapping) else (sample,)
     for name in names:
         for holder in holders:
-            if holder.get(name) is not None:
-                return holder[name]
+            value = holder.get(name)
+            if value is not None:
+                return value
     return None
 
 
@@ -176,12 +285,10 @@ def _contents(values: Sequence[Any]) -> Sequence[Any] | np.ndarray:
     """Contents in the forms that sketches take; equally long token samples as one array."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.ndim == 1 and not first.is_floating_point():
-        same = all(
-            isinstance(one, torch.Tensor) and one.shape == first.shape and one.dtype == first.dtype
-            for one in values
-        )
-        if same:
-            return torch.stack(list(values)).cpu().numpy()
+        with contextlib.suppress(TypeError, RuntimeError):  # of other kinds, or lengths
+            together = torch.stack(list(values))
+            if not together.is_floating_point():
+                return together.cpu().numpy()
     return [_content(value) for value in values]
 
 
@@ -198,10 +305,12 @@ def _without_padding(contents: Any, masks: Sequence[Any]) -> Any:
     return kept if padded else contents
 
 
-def _lengths(contents: Any) -> Sequence[int | None] | np.ndarray:
-    """Token ids, bytes or characters of each content."""
+def _lengths(contents: Any) -> Sequence[int | None] | np.ndarray | None:
+    """Token ids, bytes or characters of each content; None where no content is known."""
     if isinstance(contents, np.ndarray):
         return np.full(len(contents), contents.shape[1], np.int64)
+    if all(content is None for content in contents):
+        return None
     return [None if content is None else len(content) for content in contents]
 
 
@@ -227,11 +336,15 @@ def _one_by_one(
     locator: Locator | None,
     dataset: int,
     further: Sequence[str | None] | None,
+    table: TableRows | None,
 ) -> Described:
     by_index = _index_keys(indices, dataset)
     keys, located, positions = [], [], []
     for position, sample in enumerate(samples):
         found = _from_columns(sample)
+        if table is not None:
+            hidden = _of_row(table, position, found.shard is None)
+            found = replace(hidden, **{k: v for k, v in vars(found).items() if v is not None})
         given: Any = ()
         if locator is not None:
             given = locator(None if indices is None else indices[position], sample)
@@ -262,11 +375,18 @@ def _one_by_one(
     )
 
 
-def _further(sample: Any, names: Sequence[str]) -> str | None:
+def _further(sample: Any, names: Sequence[str], row: TableRow | None) -> str | None:
     """The named columns of a sample as JSON; what JSON cannot hold, as text."""
     if not isinstance(sample, Mapping):
         return None
     values = {name: _plain(_first_of(sample, (name,))) for name in names}
+    if row is not None:
+        hidden = [name for name, value in values.items() if value is None]
+        values.update((name, _first_of(row, (name,))) for name in hidden)
+    return _json(values)
+
+
+def _json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, default=str)
 
 
@@ -351,4 +471,4 @@ def preview_of(content: Any) -> str | None:
         return content[:PREVIEW_CHARS]
     if isinstance(content, bytes):
         return content[:PREVIEW_CHARS].decode("utf-8", "replace")
-    return " ".join(str(int(token)) for token in content[: PREVIEW_CHARS // 4])
+    return " ".join(map(str, content[:PREVIEW_TOKENS].tolist()))

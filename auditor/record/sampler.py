@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from auditor.record.batches import Rows
 from auditor.record.identity import Locator
 from auditor.record.recorder import Recorder, rank_and_world, recorder_for
-from auditor.record.tagging import Describer, RawTag, Rows, SentTag, Tag, tagging_copy
+from auditor.record.tagging import Describer, RawTag, SentTag, Tag, tagging_copy
 
 log = logging.getLogger("auditor")
 
@@ -99,9 +100,11 @@ class AuditedSampler:
             recorder = self._recorder = recorder_for(self._run)
             if self._duplication:
                 recorder.score_duplication()
+            dataset = getattr(self._loader, "dataset", None)
             self._describer.of_attempt(
                 recorder.attempt.ledger("samples"),
-                recorder.dataset_number(getattr(self._loader, "dataset", None)),
+                recorder.dataset_number(dataset),
+                dataset,
             )
             if getattr(self._inner, "persistent_workers", False):
                 self._inner._iterator = None  # its workers describe for an earlier attempt
@@ -160,7 +163,9 @@ class AuditedSampler:
         """
         try:
             indices = list(ids.tolist() if hasattr(ids, "tolist") else ids)
-            rows = [None] * len(indices) if samples is None else Rows(samples)
+            rows: Any = [None] * len(indices)
+            if samples is not None:
+                rows = self._describer.columns_of(samples, len(indices)) or Rows(samples)
             self._open()
             self._note_delivered(RawTag(rows, indices), "delivered")
         except Exception as error:
@@ -198,7 +203,7 @@ class AuditedSampler:
 
     def _tag_of(self, batch: Any) -> Tag | RawTag:
         try:
-            return RawTag(Rows(batch), None)
+            return RawTag(self._describer.columns_of(batch, None) or Rows(batch), None)
         except Exception as error:
             return Tag.of_failure(error)
 

@@ -16,9 +16,11 @@ import numpy as np
 from auditor.ledger import NULL, Frame, LedgerWriter
 from auditor.record.identity import Described, preview_of
 
-PREVIEWS: Final = 20_000
+PREVIEWS: Final = 5_000
 PREVIEWS_PER_S: Final = 2.0
-"""Previews kept at once, and more as time goes by: enough to look at, not a copy of the corpus."""
+PREVIEWS_PER_BATCH: Final = 16
+"""Previews kept at once, more as time goes by, and of one batch at most: enough to look at, not a
+copy of the corpus."""
 
 _SEEN_BITS: Final = 20
 _SEEN_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -56,8 +58,15 @@ class SampleLedger:
 
     def note(self, described: Described) -> None:
         """Keep those of the samples that were not met before, to be written by :meth:`flush`."""
-        if all(content is None for content in described.contents) and all(
-            column is None for column in (described.sample_id, described.source, described.row)
+        if all(
+            column is None
+            for column in (
+                described.sample_id,
+                described.source,
+                described.shard,
+                described.row,
+                described.n_tokens,
+            )
         ):
             return  # nothing is known of them but their keys
         new = self._seen.add(described.keys)
@@ -71,7 +80,6 @@ class SampleLedger:
             return
         if self._writer is None:
             self._writer = LedgerWriter(self.path)
-        strings = ("sample_id", "source", "shard", "columns", "preview")
         self._writer.append(
             Frame(
                 "samples",
@@ -81,9 +89,9 @@ class SampleLedger:
                     for name in ("key", "row", "n_tokens")
                 },
                 {
-                    name: [value for part in waiting for value in part[name]]
-                    for name in strings
-                    if any(value is not None for part in waiting for value in part[name])
+                    name: [value for part in waiting for value in part[name] or _nones(part)]
+                    for name in ("sample_id", "source", "shard", "columns", "preview")
+                    if any(part[name] for part in waiting)
                 },
             )
         )
@@ -99,19 +107,16 @@ class SampleLedger:
             self._writer = None
 
     def _columns(self, described: Described, new: np.ndarray) -> dict[str, Any]:
-        def strings(values: Sequence[str | None] | None) -> list[str | None]:
-            return [None] * len(new) if values is None else [values[i] for i in new]
+        def strings(values: Sequence[str | None] | None) -> list[str | None] | None:
+            return None if values is None else [values[i] for i in new]
 
         def integers(values: Any) -> np.ndarray:
+            if values is None:
+                return np.full(len(new), NULL, np.int64)
             if isinstance(values, np.ndarray):
                 return values[new]
-            picked = strings(values)
-            return np.asarray([NULL if one is None else one for one in picked], dtype=np.int64)
+            return np.asarray([NULL if values[i] is None else values[i] for i in new], np.int64)
 
-        allowed = int(PREVIEWS + PREVIEWS_PER_S * (time.monotonic() - self._started))
-        n_previews = max(0, min(len(new), allowed - self._n_previews))
-        self._n_previews += n_previews
-        previews: list[str | None] = [preview_of(described.contents[i]) for i in new[:n_previews]]
         return {
             "key": described.keys[new],
             "row": integers(described.row),
@@ -120,5 +125,18 @@ class SampleLedger:
             "source": strings(described.source),
             "shard": strings(described.shard),
             "columns": strings(described.columns),
-            "preview": previews + [None] * (len(new) - n_previews),
+            "preview": self._previews(described, new),
         }
+
+    def _previews(self, described: Described, new: np.ndarray) -> list[str | None] | None:
+        allowed = int(PREVIEWS + PREVIEWS_PER_S * (time.monotonic() - self._started))
+        n = max(0, min(len(new), PREVIEWS_PER_BATCH, allowed - self._n_previews))
+        if n == 0:
+            return None
+        self._n_previews += n
+        previews: list[str | None] = [preview_of(described.contents[i]) for i in new[:n]]
+        return previews + [None] * (len(new) - n)
+
+
+def _nones(part: dict[str, Any]) -> list[None]:
+    return [None] * len(part["key"])

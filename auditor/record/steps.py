@@ -54,19 +54,18 @@ class OptimizerWatch:
         self._optimizer = weakref.ref(optimizer)
         self._cleared = cleared
         self._failed = failed
-        self._gradient: weakref.ref[Tensor] | None = None
+        self._gradients: dict[int, weakref.ref[Tensor]] = {}
 
         def after_step(watched: Any, *_: Any) -> None:
             try:
-                self._gradient = None
+                self._gradients.clear()
                 stepped(getattr(watched, "found_inf", None))
             except Exception as error:
                 failed("optimizer hook", error)
 
         def after_backward(parameter: Tensor) -> None:
             try:
-                if parameter is self._parameters[0]:
-                    self._notice_new_gradient(parameter)
+                self._notice_new_gradient(parameter)
                 produced()
             except Exception as error:
                 failed("gradient hook", error)
@@ -85,14 +84,16 @@ class OptimizerWatch:
         gradient = parameter.grad
         if gradient is None:
             return
-        if self._gradient is not None and self._gradient() is not gradient:
+        known = self._gradients.get(id(parameter))
+        if known is not None and known() is not gradient:
+            self._gradients.clear()  # the other parameters' gradients are as new
             self._cleared()
-        self._gradient = weakref.ref(gradient)
+        self._gradients[id(parameter)] = weakref.ref(gradient)
 
     def notice_gradients_gone(self) -> None:
         """To be called when the next batch arrives: were the gradients cleared by hand?"""
-        if self._parameters and self._gradient is not None and self._gradient() is None:
-            self._gradient = None
+        if self._gradients and all(known() is None for known in self._gradients.values()):
+            self._gradients.clear()
             self._cleared()
 
     def _watch_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
@@ -102,7 +103,7 @@ class OptimizerWatch:
         @functools.wraps(original)
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             try:
-                self._gradient = None
+                self._gradients.clear()
                 self._cleared()
             except Exception as error:
                 self._failed("zero_grad hook", error)

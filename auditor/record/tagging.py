@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from auditor.errors import IdentityError
 from auditor.measure.compact import WORDS, compact
+from auditor.record.batches import Columns, Rows, n_rows
+from auditor.record.datasets import TableRows
 from auditor.record.identity import Described, Locator, describe, keys_alone
 from auditor.record.samples import SampleLedger
 from auditor.record.transfer import to_host
@@ -54,13 +56,15 @@ class Tag:
 class RawTag:
     """The samples of one batch as the dataset returned them, to be described on another thread."""
 
-    def __init__(self, samples: Sequence[Any], indices: Sequence[Any] | None) -> None:
+    def __init__(self, samples: Sequence[Any] | Columns, indices: Sequence[Any] | None) -> None:
         self.samples = samples
         self.indices = indices
 
     @property
     def n_bytes(self) -> int:
         """About how much memory the samples hold, from the first of them."""
+        if isinstance(self.samples, Columns):
+            return self.samples.n_bytes
         return len(self.samples) * _size_of(self.samples[0]) if len(self.samples) else 0
 
 
@@ -105,20 +109,34 @@ class Describer:
         self.sketching = sketching
         self._ledger = Path()
         self._dataset = 0
+        self._read: Any = None
         self._worker: tuple[int, SampleLedger] | None = None
 
-    def of_attempt(self, ledger: Path, dataset: int) -> None:
+    def of_attempt(self, ledger: Path, number: int, dataset: Any = None) -> None:
         """Describe for this attempt from now on.
 
-        ``ledger``: where its recorder writes descriptions; workers write beside it. ``dataset``:
-        number of the dataset in the attempt, part of its samples' keys.
+        ``ledger``: where its recorder writes descriptions; workers write beside it. ``number``: of
+        the dataset in the attempt, part of its samples' keys. ``dataset``: the dataset itself, that
+        may know more of a sample than it returns.
         """
-        self._ledger, self._dataset = ledger, dataset
+        self._ledger, self._dataset, self._read = ledger, number, dataset
 
     def describe(self, raw: RawTag) -> Described:
         return describe(
-            raw.samples, raw.indices, self._locator, dataset=self._dataset, columns=self._columns
+            raw.samples,
+            raw.indices,
+            self._locator,
+            dataset=self._dataset,
+            columns=self._columns,
+            table=TableRows.of(self._read, raw.indices),
         )
+
+    def columns_of(self, batch: Any, n: int | None) -> Columns | None:
+        """The columns of a collated batch, where they say all there is to know of its samples."""
+        if self._locator is not None:  # it wants the raw samples
+            return None
+        keep = self.sketching or n is None
+        return Columns.of(batch, n, self._columns, keep=keep)
 
     def keys_alone(self, raw: RawTag) -> Described:
         """Raises ``IdentityError`` where samples have no index to tell them by."""
@@ -190,8 +208,9 @@ class _IndexedDataset(Dataset):
         self.__dict__.update(_dataset=dataset, _batched=batched)
 
     def __getitems__(self, indices: list[Any]) -> _Fetched:
-        fetch = getattr(self._dataset, "__getitems__", None)
-        samples = fetch(indices) if fetch else [self._dataset[index] for index in indices]
+        dataset = self._dataset
+        fetch = getattr(dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch else [dataset[index] for index in indices]
         return _Fetched(samples, list(indices))
 
     def __getitem__(self, index: Any) -> Any:
@@ -239,6 +258,12 @@ class TaggingCollate:
         if isinstance(data, _Fetched):
             samples, indices = data.samples, data.indices
         # The tag first: a collate function may change what it is given.
+        if get_worker_info() is None and self._collate is default_collate and self._batched:
+            batch = self._collate(samples)
+            columns = self.describer.columns_of(batch, len(samples))
+            if columns is not None:
+                return self._attach(batch, RawTag(columns, indices))
+            return self._attach(batch, self._raw(samples, indices))
         raw = self._raw(samples, indices)
         tag = raw if get_worker_info() is None else self.describer.tag(raw)
         return self._attach(self._collate(samples), tag)
@@ -287,8 +312,8 @@ class SendingRows:
 def _n_samples(batch: Any) -> int:
     """Rows of a collated batch, by its first column."""
     if isinstance(batch, Mapping):
-        return max((_n_rows(values) for values in batch.values()), default=0)
-    return _n_rows(batch[0]) if isinstance(batch, tuple | list) and batch else _n_rows(batch)
+        return max((n_rows(values) for values in batch.values()), default=0)
+    return n_rows(batch[0]) if isinstance(batch, tuple | list) and batch else n_rows(batch)
 
 
 def tagging_copy(
@@ -318,61 +343,3 @@ def tagging_copy(
         batched = batched or loader.batch_size is not None
     tagged.collate_fn = TaggingCollate(loader.collate_fn, describer, batched, attach)
     return tagged
-
-
-class Rows(Sequence[Any]):
-    """The samples of a collated batch, cut when first asked for: rows of its tensors and lists.
-
-    A mapping of columns gives one mapping per row; a tuple or list of equally long tensors gives
-    one tuple per row; anything else is cut along its first dimension. Integer tensors are copied at
-    once, because a loop may go on to fill the same buffers.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = _snapshot(batch)
-        self._rows: list[Any] | None = None
-
-    def _cut(self) -> list[Any]:
-        if self._rows is None:
-            self._rows, self._batch = _cut(self._batch), None
-        return self._rows
-
-    def __len__(self) -> int:
-        return len(self._cut())
-
-    def __getitem__(self, position: Any) -> Any:
-        return self._cut()[position]
-
-
-def _snapshot(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.detach() if batch.is_floating_point() else batch.detach().clone()
-    if isinstance(batch, np.ndarray):
-        return batch.copy() if batch.dtype.kind in "iu" else batch
-    if isinstance(batch, Mapping):
-        return {name: _snapshot(value) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_snapshot(value) for value in batch]
-    return batch
-
-
-def _cut(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        columns = {name: values for name, values in batch.items() if _n_rows(values)}
-        n = min((_n_rows(values) for values in columns.values()), default=0)
-        return [{name: values[row] for name, values in columns.items()} for row in range(n)]
-    if (
-        isinstance(batch, list)
-        and batch
-        and all(isinstance(one, torch.Tensor) and one.ndim > 0 for one in batch)
-        and len({len(one) for one in batch}) == 1
-    ):
-        return [tuple(one[row] for one in batch) for row in range(len(batch[0]))]
-    return list(batch) if _n_rows(batch) else [batch]
-
-
-def _n_rows(values: Any) -> int:
-    """Rows of a column, 0 where it is not one."""
-    if isinstance(values, torch.Tensor | np.ndarray):
-        return len(values) if values.ndim else 0
-    return len(values) if isinstance(values, list | tuple) else 0
