@@ -44,6 +44,8 @@ class Columns:
         loop may go on to change them.
         """
         if isinstance(batch, Mapping):
+            if "meta" in batch:  # its own columns tell samples too
+                return None
             found = {
                 "content": _first(batch, *TEXT_COLUMNS, *TOKEN_COLUMNS),
                 "mask": batch.get(MASK_COLUMN),
@@ -58,6 +60,8 @@ class Columns:
         content = found["content"]
         if isinstance(content, torch.Tensor) and content.ndim != 2:
             return None
+        if isinstance(content, list) and any(isinstance(one, torch.Tensor) for one in content):
+            return None  # lists of token ids are collated the other way round: T tensors [n]
         if n is None:
             n = n_rows(content)
         kept = {name: value for name, value in found.items() if value is not None}

@@ -41,7 +41,8 @@ class TableRows:
 
     An index into such a dataset is a position after ``shuffle``, ``filter`` or ``select``: the
     table's row is in its ``_indices``. And ``set_format`` or ``set_transform`` hide columns that
-    the table has all the same. A dataset may lie in a ``Subset`` or a ``ConcatDataset``.
+    the table has all the same. A contiguous ``select`` cuts the table itself, whose rows count from
+    there. A dataset may lie in a ``Subset`` or a ``ConcatDataset``.
     """
 
     def __init__(self, dataset: Any, indices: Sequence[Any]) -> None:

@@ -111,25 +111,36 @@ class AuditedSampler:
         return self._recorder
 
     def __iter__(self) -> Iterator[Any]:
-        recorder = self._open()
+        self._open()
         if self._loader is None:
             raise TypeError("this AuditedSampler has no loader to iterate; use record()")
+        # A map, not a generator: the loader's iterator starts now, as it would without us, and goes
+        # on after an exception of a worker, which would end a generator.
         if isinstance(self._loader, Sampler):
-            for drawn in self._inner:
-                self._note_drawn(recorder, drawn)
-                yield drawn
-            return
-        for item in self._inner:
-            batch, tag = item if self._tagged else (item, self._tag_of(item))
-            if isinstance(tag, torch.Tensor):
-                tag = SentTag(tag)
-            ordinal = self._n_batches
-            self._n_batches += 1
-            if self._skip and self._is_skipped(ordinal, tag):
-                self._note_delivered(tag, "skipped")
-                continue
-            self._note_delivered(tag, "delivered")
-            yield batch
+            return map(self._draw, iter(self._inner))
+        batches = map(self._take, iter(self._inner))
+        return filter(_is_wanted, batches) if self._skip else batches
+
+    def _take(self, item: Any) -> Any:
+        """The loop takes a batch: its tag comes off, and it is recorded."""
+        batch, tag = item if self._tagged else (item, self._tag_of(item))
+        if isinstance(tag, torch.Tensor):
+            tag = SentTag(tag)
+        ordinal = self._n_batches
+        self._n_batches += 1
+        if self._skip and self._is_skipped(ordinal, tag):
+            self._note_delivered(tag, "skipped")
+            return _LEFT_OUT
+        self._note_delivered(tag, "delivered")
+        return batch
+
+    def _draw(self, drawn: Any) -> Any:
+        recorder = self._open()
+        try:
+            recorder.drawn(drawn if isinstance(drawn, list | tuple) else [drawn])
+        except Exception as error:
+            recorder.failed("recording a draw", error)
+        return drawn
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -214,12 +225,12 @@ class AuditedSampler:
         except Exception as error:
             recorder.failed("recording a batch", error)
 
-    @staticmethod
-    def _note_drawn(recorder: Recorder, drawn: Any) -> None:
-        try:
-            recorder.drawn(drawn if isinstance(drawn, list | tuple) else [drawn])
-        except Exception as error:
-            recorder.failed("recording a draw", error)
+
+_LEFT_OUT = object()
+
+
+def _is_wanted(batch: Any) -> bool:
+    return batch is not _LEFT_OUT
 
 
 def _wraps_loader(loader: Any) -> bool:

@@ -265,8 +265,11 @@ class TaggingCollate:
                 return self._attach(batch, RawTag(columns, indices))
             return self._attach(batch, self._raw(samples, indices))
         raw = self._raw(samples, indices)
-        tag = raw if get_worker_info() is None else self.describer.tag(raw)
-        return self._attach(self._collate(samples), tag)
+        if get_worker_info() is not None:
+            return self._attach(self._collate(samples), self.describer.tag(raw))
+        if self._batched:  # described later, so from samples that collating cannot change
+            raw = RawTag([_own(sample) for sample in samples], indices)
+        return self._attach(self._collate(samples), raw)
 
     def _raw(self, samples: Any, indices: list[Any] | None) -> RawTag:
         if self._batched:
@@ -275,6 +278,10 @@ class TaggingCollate:
         if indices is not None and len(indices) == 1:
             return RawTag([samples], indices)
         return RawTag(Rows(samples), indices)
+
+
+def _own(sample: Any) -> Any:
+    return copy.copy(sample) if isinstance(sample, dict | list) else sample
 
 
 def beside(batch: Any, tag: Tag | RawTag) -> tuple[Any, Tag | RawTag]:

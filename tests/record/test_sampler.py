@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 
@@ -42,6 +45,14 @@ def assert_equal_batches(left: Any, right: Any) -> None:
         assert left == right
 
 
+def own_collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Drops the source, changes the samples it is given, draws random numbers."""
+    for sample in samples:
+        sample.pop("source")
+        sample["input_ids"] = sample["input_ids"].roll(int(torch.randint(0, 5, ())))
+    return default_collate(samples)
+
+
 LOADERS = {
     "map, no workers": (lambda: Documents(), {"shuffle": True}),
     "map, 2 workers": (lambda: Documents(), {"shuffle": True, "num_workers": 2}),
@@ -49,9 +60,23 @@ LOADERS = {
         lambda: Documents(),
         {"shuffle": True, "num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
     ),
+    "map, 4 workers": (lambda: Documents(), {"num_workers": 4, "prefetch_factor": 1}),
     "map, spawn": (
         lambda: Documents(),
         {"num_workers": 1, "multiprocessing_context": "spawn"},
+    ),
+    "map, forkserver": (
+        lambda: Documents(),
+        {"num_workers": 2, "multiprocessing_context": "forkserver"},
+    ),
+    "map, own collate": (lambda: Documents(), {"collate_fn": own_collate}),
+    "map, own collate, 2 workers": (
+        lambda: Documents(),
+        {"collate_fn": own_collate, "num_workers": 2},
+    ),
+    "map, own generator": (
+        lambda: Documents(),
+        {"shuffle": True, "generator": torch.Generator().manual_seed(5), "num_workers": 2},
     ),
     "drop_last": (lambda: Documents(), {"drop_last": True}),
     "iterable, no workers": (lambda: Stream(), {}),
@@ -67,6 +92,8 @@ def test_batches_order_and_random_state_are_those_of_the_bare_loader(
 
     def epochs(audited: bool) -> tuple[list[Any], torch.Tensor, int]:
         torch.manual_seed(7)
+        if "generator" in options:
+            options["generator"].manual_seed(5)
         loader: Any = DataLoader(make(), batch_size=8, **options)
         if audited:
             loader = AuditedSampler(loader, run=tmp_path / "run")
@@ -346,3 +373,101 @@ def test_padding_under_an_attention_mask_is_no_content(tmp_path: Path) -> None:
 def test_loader_must_be_iterable(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="int"):
         AuditedSampler(3, run=tmp_path / "run")
+
+
+class Slow(Documents):
+    """The first of every sixteen samples takes long, so that later batches overtake it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 16 == 0:
+            time.sleep(0.3)
+        return super().__getitem__(index)
+
+
+def test_batches_that_overtake_each_other_are_recorded_as_they_arrive(tmp_path: Path) -> None:
+    """pytorch #141833: with ``in_order=False`` delivery is not the order of the sampler."""
+    loader = AuditedSampler(
+        DataLoader(Slow(64), batch_size=8, num_workers=2, in_order=False), run=tmp_path / "run"
+    )
+    log = [name for batch in loader for name in received(batch)]
+    loader.close()
+    assert log != sorted(log, key=lambda name: int(name[4:]))
+    assert exposures(tmp_path / "run")["sample_id"].to_list() == log
+
+
+class Counting(RandomSampler):
+    """Counts what is drawn from it."""
+
+    n_drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            self.n_drawn += 1
+            yield index
+
+
+def test_sampler_is_ahead_of_the_loop_and_the_record_is_not(tmp_path: Path) -> None:
+    """lhotse #785: a sampler knows what workers will need, not what was trained."""
+    sampler = Counting(Documents(640))
+    loader = AuditedSampler(
+        DataLoader(Documents(640), batch_size=8, sampler=sampler, num_workers=2, prefetch_factor=4),
+        run=tmp_path / "run",
+    )
+    log = [name for batch in itertools.islice(loader, 5) for name in received(batch)]
+    loader.close()
+    assert sampler.n_drawn >= (5 + 2 * 4 - 1) * 8
+    assert exposures(tmp_path / "run")["sample_id"].to_list() == log
+
+
+class Failing(Documents):
+    """Sample 20 cannot be read; sample 44 takes its worker with it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 20:
+            raise OSError("sample 20 is damaged")
+        if index == 44:
+            os._exit(1)
+        return super().__getitem__(index)
+
+
+def log_of_iteration(loader: Any) -> list[str]:
+    """What arrives when the loop carries on after an exception, until a worker dies."""
+    names: list[str] = []
+    iterator = iter(loader)
+    while True:
+        try:
+            names += received(next(iterator))
+        except OSError:
+            names.append("damaged")
+        except RuntimeError:  # the worker is gone
+            return [*names, "dead"]
+
+
+def test_worker_that_fails_or_dies_costs_the_loop_what_it_would_have(tmp_path: Path) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(Failing(), batch_size=8, num_workers=2)
+
+    audited = AuditedSampler(loader(), run=tmp_path / "run")
+    iterating = log_of_iteration(audited)
+    audited.close()
+    assert iterating == log_of_iteration(loader())
+    assert exposures(tmp_path / "run")["sample_id"].to_list() == [
+        name for name in iterating if name.startswith("doc-")
+    ]
+
+
+def test_iteration_begins_when_it_would_without_us(tmp_path: Path) -> None:
+    """A loader draws its seed when ``iter`` is called, not when the first batch is asked for."""
+
+    def drawn(audited: bool) -> tuple[Any, torch.Tensor]:
+        torch.manual_seed(3)
+        loader: Any = DataLoader(Documents(), batch_size=8, shuffle=True)
+        if audited:
+            loader = AuditedSampler(loader, run=tmp_path / "run")
+        iterator = iter(loader)
+        number = torch.rand(1)
+        return next(iterator), number
+
+    (bare, bare_number), (audited, audited_number) = drawn(audited=False), drawn(audited=True)
+    assert_equal_batches(audited, bare)
+    assert torch.equal(audited_number, bare_number)
