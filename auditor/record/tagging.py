@@ -24,7 +24,7 @@ from auditor.errors import IdentityError
 from auditor.measure.compact import WORDS, compact
 from auditor.record.batches import Columns, Rows, n_rows
 from auditor.record.datasets import TableRows
-from auditor.record.identity import Described, Locator, describe, keys_alone
+from auditor.record.identity import Described, Locator, Parts, describe, keys_alone
 from auditor.record.samples import SampleLedger
 from auditor.record.transfer import to_host
 
@@ -33,14 +33,14 @@ from auditor.record.transfer import to_host
 class Tag:
     """The samples of one batch: keys i64 [n], and what is needed to score their duplication.
 
-    ``sketches``: i64 [n, WORDS] made in a loader worker, or None. ``positions``: as in
+    ``sketches``: i64 [n, WORDS] made in a loader worker, or None. ``parts``: as in
     :class:`Described`. ``unwanted``: a sample of the batch was to be left out. ``failure``: why the
     samples cannot be told; an exception in a worker would cost the loop its batch.
     """
 
     keys: np.ndarray
     sketches: np.ndarray | None = None
-    positions: np.ndarray | None = None
+    parts: Parts | None = None
     unwanted: bool = False
     failure: str | None = None
 
@@ -166,7 +166,7 @@ class Describer:
             return Tag(
                 described.keys,
                 compact(described.contents) if sketching else None,
-                described.positions,
+                described.parts,
                 self.is_unwanted(described),
             )
         except Exception as error:
@@ -257,19 +257,19 @@ class TaggingCollate:
         samples, indices = data, None
         if isinstance(data, _Fetched):
             samples, indices = data.samples, data.indices
-        # The tag first: a collate function may change what it is given.
-        if get_worker_info() is None and self._collate is default_collate and self._batched:
+        if get_worker_info() is not None:
+            # The tag first: a collate function may change what it is given.
+            described = self.describer.tag(self._raw(samples, indices))
+            return self._attach(self._collate(samples), described)
+        if self._batched and self._collate is default_collate:
             batch = self._collate(samples)
             columns = self.describer.columns_of(batch, len(samples))
-            if columns is not None:
-                return self._attach(batch, RawTag(columns, indices))
-            return self._attach(batch, self._raw(samples, indices))
-        raw = self._raw(samples, indices)
-        if get_worker_info() is not None:
-            return self._attach(self._collate(samples), self.describer.tag(raw))
+            tag = self._raw(samples, indices) if columns is None else RawTag(columns, indices)
+            return self._attach(batch, tag)
+        tag = self._raw(samples, indices)
         if self._batched:  # described later, so from samples that collating cannot change
-            raw = RawTag([_own(sample) for sample in samples], indices)
-        return self._attach(self._collate(samples), raw)
+            tag = RawTag([_own(sample) for sample in samples], indices)
+        return self._attach(self._collate(samples), tag)
 
     def _raw(self, samples: Any, indices: list[Any] | None) -> RawTag:
         if self._batched:
@@ -309,7 +309,7 @@ class SendingRows:
             n = _n_samples(batch) if tag.failure is not None else len(tag.keys)
             n_words = WORDS if self._describer.sketching else 0
         rows = np.full((n, 1 + n_words), _UNTOLD, np.int64)
-        if tag.failure is None and tag.positions is None:
+        if tag.failure is None and tag.parts is None:
             rows[:, 0] = tag.keys
             if n_words and tag.sketches is not None:
                 rows[:, 1:] = tag.sketches
