@@ -1,56 +1,154 @@
-"""What recording and monitoring add to a training step, interleaved with the bare loop.
+"""What recording and monitoring add to training, interleaved with the bare loop.
 
-The recorder writes on its own thread; on two cores that thread competes with training, so the cost
-is measured as whole epochs, audited and bare in turn, as well as on the training thread alone.
+Loader: batches of token samples in memory, taken one after the other, bare and audited in turn: the
+worst case, for nothing else uses the cores. *Training thread*: what taking a batch off the loader
+costs there beyond the bare loader, and of that the ledger: noting the batch, apart from the tag
+that the loader made. With a step of 20 ms the rest of the recording hides beside it or does not.
+Recorder: text scored per second by one background core; memory over a million batches.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from auditor import AuditedSampler, GradeMonitor
+from auditor.demo.corpus import WEIGHTS, text_of
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
+from auditor.measure.compact import compact
+
+STEP_S = 0.02
 
 
-def loader_cost(batch_size: int, n_batches: int, rounds: int, folder: Path) -> None:
-    """Microseconds per batch to iterate a loader over tensors in memory, bare and audited.
+class Timed:
+    """Iterates a loader; microseconds the training thread spent in each ``next``."""
 
-    With nothing to train the recorder's thread has no idle core to hide in: the worst case.
-    """
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.taken: list[float] = []
+        self._a = torch.randn(256, 256)
+
+    def run(self, loader: Any) -> None:
+        batches = iter(loader)
+        while True:
+            begun = time.perf_counter()
+            if next(batches, None) is None:
+                return
+            self.taken.append((time.perf_counter() - begun) * 1e6)
+            while time.perf_counter() - begun < self.step_s:
+                self._a @ self._a
+
+    def __str__(self) -> str:
+        return f"{np.median(self.taken):6.0f} (p99 {np.percentile(self.taken, 99):6.0f})"
+
+
+def loader_cost(
+    batch_size: int, duplication: bool, workers: int, step_s: float, rounds: int, folder: Path
+) -> None:
+    """Microseconds per batch on the training thread, bare and audited in turn."""
+    n_batches = 100
     data = TensorDataset(torch.randint(0, 50_000, (batch_size * n_batches, 128)))
-    bare: list[tuple[float, float]] = []
-    audited: list[tuple[float, float]] = []
+    bare, audited, noted = Timed(step_s), Timed(step_s), []
+    size = 0
+
+    def loader() -> DataLoader:
+        return DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=workers)
+
     for turn in range(rounds):
-        plain = DataLoader(data, batch_size=batch_size)
-        wrapped = AuditedSampler(
-            DataLoader(data, batch_size=batch_size), run=folder / f"{batch_size}-{turn}"
-        )
-        for loader, times in ((plain, bare), (wrapped, audited)):
-            begun = time.perf_counter(), time.thread_time()
-            for _ in loader:
-                pass
-            ended = time.perf_counter(), time.thread_time()
-            times.append(
-                tuple((b - a) / n_batches * 1e6 for a, b in zip(begun, ended, strict=True))
-            )
+        bare.run(loader())
+        run = folder / f"{batch_size}-{duplication}-{workers}-{step_s}-{turn}"
+        wrapped = AuditedSampler(loader(), run=run, duplication=duplication)
+        note = wrapped._note_delivered
+
+        def timed(*args: Any, note: Any = note) -> None:
+            begun = time.perf_counter()
+            note(*args)
+            noted.append((time.perf_counter() - begun) * 1e6)
+
+        wrapped._note_delivered = timed  # type: ignore[method-assign]
+        audited.run(wrapped)
         wrapped.close()
-    wall_bare, own_bare = (statistics.median(column) for column in zip(*bare, strict=True))
-    wall, own = (statistics.median(column) for column in zip(*audited, strict=True))
-    size = sum(f.stat().st_size for f in folder.glob(f"{batch_size}-0/exposures/**/*.ledger"))
-    per_sample = size / (batch_size * n_batches)
+        size += sum(file.stat().st_size for file in run.glob("exposures/**/*.ledger"))
+    what = "scores" if duplication else "ids"
+    extra = np.median(audited.taken) / np.median(bare.taken) - 1
     print(
-        f"batch {batch_size:>4}: bare {wall_bare:5.0f} us, audited {wall:5.0f} us a batch; "
-        f"CPU of the training thread {own_bare:5.0f} and {own:5.0f} us; "
-        f"{per_sample:.1f} bytes a sample with scores"
+        f"batch {batch_size:>4}, {workers} workers, {what:6}, step {step_s * 1e3:2.0f} ms: "
+        f"bare {bare} us, audited {audited} us, {extra:+4.0%}; "
+        f"ledger {np.median(noted):3.0f} (p99 {np.percentile(noted, 99):4.0f}) us; "
+        f"{size / (rounds * n_batches * batch_size):.2f} bytes a sample"
     )
+
+
+def bytes_per_sample(folder: Path) -> None:
+    """On disk, with indices out of a billion, every seventh sample a repeat of a recent one."""
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 10**9, (200, 256), generator=generator)
+    tokens = torch.randint(0, 50_000, (200, 256, 64), generator=generator)
+    tokens[1:, ::7] = tokens[:-1, ::7]
+    for duplication in (False, True):
+        run = folder / f"bytes-{duplication}"
+        audited = AuditedSampler(run=run, duplication=duplication)
+        for number, (ids, batch) in enumerate(zip(indices, tokens, strict=True)):
+            audited.record(ids, batch)
+            if number % 50 == 49:
+                audited.flush()  # nothing may go unscored here
+        audited.close()
+        sizes = {
+            table: sum(f.stat().st_size for f in run.glob(f"{table}/**/*.ledger")) / indices.numel()
+            for table in ("exposures", "samples")
+        }
+        print(
+            f"{'ids and scores' if duplication else 'ids'} of a billion samples: "
+            f"{sizes['exposures']:.2f} bytes an exposure, {sizes['samples']:.2f} once a sample"
+        )
+
+
+def scoring_rate() -> None:
+    """Megabytes of real text that one core sketches and scores per second."""
+    whole = "".join(text_of(source) for source in WEIGHTS)
+    texts = [whole[begin : begin + 2000] for begin in range(0, len(whole), 2000)]
+    n_bytes = sum(len(text.encode()) for text in texts)
+    compact(texts[:4])
+    rates = []
+    for _ in range(5):
+        begun = time.thread_time()
+        compact(texts)
+        rates.append(n_bytes / 1e6 / (time.thread_time() - begun))
+    print(f"sketches: {statistics.median(rates):.0f} MB of text a second and core")
+
+
+def flat_memory(n_batches: int, folder: Path) -> None:
+    """Resident memory of a long run of small batches."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.randint(0, 50_000, (8, 32), generator=generator)
+
+    audited = AuditedSampler(batches(), run=folder / "long")
+    for number, _ in enumerate(audited, start=1):
+        if number % (n_batches // 5) == 0:
+            kilobytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            print(
+                f"{number:>9} batches: {kilobytes / 1024:.0f} MB resident, peak {peak / 1024:.0f}"
+            )
+        if number == n_batches:
+            break
+    unscored = audited._open().counts["unscored_samples"]
+    audited.close()
+    print(f"{unscored / (8 * n_batches):.1%} of samples left unscored at full speed")
 
 
 def monitor_cost(every: int, n_steps: int, rounds: int, folder: Path) -> None:
@@ -97,11 +195,19 @@ def monitor_cost(every: int, n_steps: int, rounds: int, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=1_000_000, help="of the long run")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for batch_size in (32, 256, 1024):
-            loader_cost(batch_size, 100, arguments.rounds, Path(folder))
-        monitor_cost(10, 40, arguments.rounds, Path(folder))
+            for duplication in (False, True):
+                for workers, step_s in ((0, 0.0), (0, STEP_S), (2, STEP_S)):
+                    loader_cost(batch_size, duplication, workers, step_s, arguments.rounds, folder)
+        bytes_per_sample(folder)
+        scoring_rate()
+        monitor_cost(10, 40, arguments.rounds, folder)
+        flat_memory(arguments.batches, folder)
     return 0
 
 

@@ -129,12 +129,16 @@ class ShardRows(Dataset):
         return self.rows[index]
 
 
+def text_of(source: str) -> str:
+    """A packaged source, one passage a line."""
+    packed = resources.files("auditor.demo").joinpath("data", f"{source}.txt.zst").read_bytes()
+    return zstandard.ZstdDecompressor().decompress(packed).decode()
+
+
 def _windows(source: str) -> list[str]:
     """Distinct whole windows of a packaged source, cut where characters end."""
-    packed = resources.files("auditor.demo").joinpath("data", f"{source}.txt.zst").read_bytes()
-    text = zstandard.ZstdDecompressor().decompress(packed)
     windows = []
-    for passage in text.split(b"\n"):
+    for passage in text_of(source).encode().split(b"\n"):
         for start in range(0, len(passage) - WINDOW_BYTES + 1, WINDOW_BYTES):
             cut = passage[start : start + WINDOW_BYTES].decode("utf-8", "ignore")
             windows.append(cut)
