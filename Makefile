@@ -4,13 +4,30 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_FLAGS ?=
 
-.PHONY: demo test check format clean
+STACKS := accelerate fabric lightning transformers torchdata webdataset mosaic
+
+.SECONDARY:
+.PHONY: demo test test-stacks check format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/auditor demo $(DEMO_FLAGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# Each framework in an environment of its own; what came out is kept.
+test-stacks: $(STACKS:%=test-stack-%)
+
+test-stack-%: .stacks/%/.installed
+	mkdir -p reports/stacks
+	.stacks/$*/bin/python -m pytest $(PYTEST_FLAGS) tests/stacks/test_$*.py > reports/stacks/$*.txt; \
+	  status=$$?; tail -n 3 reports/stacks/$*.txt; exit $$status
+
+.stacks/%/.installed: pyproject.toml tests/stacks/requirements/%.txt
+	$(PYTHON) -m venv .stacks/$*
+	.stacks/$*/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(shell sed -n 's/^torch==//p' constraints.txt)"
+	.stacks/$*/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" -r tests/stacks/requirements/$*.txt
+	touch $@
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -32,4 +49,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .stacks build dist *.egg-info

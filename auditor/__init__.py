@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from auditor.clean.manifest import load_manifest
+    from auditor.record.documents import DocumentIndex
     from auditor.record.identity import Located
     from auditor.record.monitor import GradeMonitor
     from auditor.record.sampler import AuditedSampler
     from auditor.run import Run
 
-__all__ = ["AuditedSampler", "GradeMonitor", "Located", "Run", "load_manifest"]
+__all__ = ["AuditedSampler", "DocumentIndex", "GradeMonitor", "Located", "Run", "load_manifest"]
 __version__ = _version("auditor")
 
 _HOMES = {
     "AuditedSampler": "auditor.record.sampler",
+    "DocumentIndex": "auditor.record.documents",
     "GradeMonitor": "auditor.record.monitor",
     "Located": "auditor.record.identity",
     "Run": "auditor.run",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from auditor.errors import AuditorError
+from auditor.schema import STATES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except AuditorError as error:
             raise click.ClickException(str(error)) from error
+        except BrokenPipeError:  # the reader of our output has seen enough
+            raise
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise click.ClickException(f"{where}{error.strerror or error}") from error
@@ -61,8 +64,11 @@ def main() -> None:
 
     \b
       auditor report run/                       what happened, and which data was there
+      auditor exposures run/ --step 9500        what the model saw around a step
+      auditor replay-order run/                 every sample in the order it was consumed
       auditor dedupe run/ --out cleaned/        cleaned shards and a manifest
       auditor verify cleaned/                   check the manifest against the files
+      auditor sketch shards/ --out signatures/  sketches for training runs to look up
       auditor demo                              all of it, on real text, in two minutes
     """
 
@@ -135,6 +141,152 @@ def report(run: Path, as_json: bool, html: Path | None) -> None:
     from auditor.show.terminal import print_report
 
     print_report(_console(), produced.explanation, produced.proposal, produced.html)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(0), help="Last step shown.  [default: last recorded]")
+@click.option(
+    "--window",
+    type=click.IntRange(1),
+    help="How many steps, up to and including --step.  [default: 40; with --sample: all]",
+)
+@click.option("--source", help="Only what came from this source.")
+@click.option("--sample", help="Only this sample id: every time it was shown.")
+@click.option("--rank", type=click.IntRange(0), help="Only this rank.  [default: all together]")
+@click.option(
+    "--all", "everything", is_flag=True, help="Show what later attempts rolled back, too."
+)
+@click.option(
+    "--top", type=click.IntRange(0), default=5, show_default=True, help="Length of the lists."
+)
+@click.option("--rows", is_flag=True, help="Print the rows, one line per exposure, tab-separated.")
+@click.option(
+    "--limit",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="Most rows of --rows and --json; how many there are is said.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def exposures(
+    run: Path,
+    step: int | None,
+    window: int | None,
+    source: str | None,
+    sample: str | None,
+    rank: int | None,
+    everything: bool,
+    top: int,
+    rows: bool,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show what the model saw around a step.
+
+    Sums up steps STEP - WINDOW + 1 to STEP: sources with their shares, near-duplicates and
+    repetition, then what was shown most often. Batches that were skipped or that no step closed
+    over count with the next step. RUN may still be recording. Where no step was ever closed, the
+    last WINDOW batches of each rank are shown.
+
+    An event with its onset "after step 9300, by step 9500" is --step 9500 --window 240: its 200
+    steps and the 40 before.
+
+    \b
+    Examples:
+      auditor exposures run/                            the last 40 steps
+      auditor exposures run/ --step 9500 --window 240
+      auditor exposures run/ --step 9500 --window 1 --rows
+      auditor exposures run/ --sample novels-17         every time it was shown
+      auditor exposures run/ --json | jq '.contents[0]'
+    """
+    if rows and as_json:
+        raise click.UsageError("--rows and --json exclude each other; --json has the rows as well")
+
+    from auditor.explain.exposures import seen
+    from auditor.run import Run
+    from auditor.show.exposures import cut_short, print_seen, rows_as_text, seen_as_json
+
+    found = seen(
+        Run.open(run),
+        step=step,
+        window=window,
+        rank=rank,
+        source=source,
+        sample=sample,
+        view="all" if everything else "effective",
+        n_named=top,
+    )
+    if as_json:
+        click.echo(json.dumps(seen_as_json(found, limit), indent=2))
+    elif rows:
+        for line in rows_as_text(found, limit):
+            click.echo(line)
+        if note := cut_short(found, limit):
+            click.echo(note, err=True)
+    else:
+        print_seen(_console(), found)
+
+
+@main.command("replay-order")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--from-step", type=click.IntRange(0), help="First step.  [default: first recorded]")
+@click.option("--to-step", type=click.IntRange(0), help="Last step.  [default: last recorded]")
+@click.option("--rank", type=click.IntRange(0), help="Only this rank.  [default: all]")
+@click.option(
+    "--include",
+    multiple=True,
+    type=click.Choice(STATES[1:]),
+    help="Also exposures of this state; may be repeated.  [default: trained only]",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="A file: .jsonl, .jsonl.zst or .parquet.  [default: JSON lines on standard output]",
+)
+def replay_order(
+    run: Path,
+    from_step: int | None,
+    to_step: int | None,
+    rank: int | None,
+    include: tuple[str, ...],
+    out: Path | None,
+) -> None:
+    """Write every sample in the order it was consumed, to train on the same batches again.
+
+    One line per exposure: step, rank, attempt, batch, position, part, state, key, dataset, index,
+    sample_id, source, shard, row. Lines of one rank, attempt and batch were one batch. Steps that
+    were trained again after a restart are there once, as they were trained last. What is known to
+    be missing is said on standard error.
+
+    \b
+    Examples:
+      auditor replay-order run/ --out order.parquet
+      auditor replay-order run/ --to-step 9300 --rank 0 --out order.jsonl.zst
+      auditor replay-order run/ | jq -c '[.step, .sample_id]'
+    """
+    if from_step is not None and to_step is not None and from_step > to_step:
+        raise click.UsageError(f"--from-step {from_step} is after --to-step {to_step}")
+
+    from auditor.explain.exposures import replay_order as order_of
+    from auditor.run import Run
+    from auditor.show.replay import check_suffix, doubts, json_lines, told, write_order
+
+    if out is not None:
+        with _checking():
+            check_suffix(out)
+    opened = Run.open(run)
+    replay = order_of(
+        opened, first=from_step, last=to_step, rank=rank, states=("trained", *include)
+    )
+    if out is None:
+        for lines in json_lines(replay.rows):
+            click.echo(lines, nl=False)
+    else:
+        write_order(replay.rows, out)
+        click.echo(f"{told(replay)}: {out}")
+    for doubt in doubts(replay, opened.gaps()):
+        click.echo(doubt, err=True)
 
 
 @main.command()
@@ -239,6 +391,38 @@ def dedupe(
         click.echo(json.dumps({"out": str(out), **manifest.document}, indent=2))
     else:
         _print_manifest(_console(), manifest, out, dry_run)
+
+
+@main.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="A new folder.")
+@click.option("--content", help="Column of the text or tokens.  [default: text, input_ids, tokens]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def sketch(inputs: tuple[str, ...], out: Path, content: str | None, as_json: bool) -> None:
+    """Sketch a corpus once, for training runs to look up.
+
+    INPUT is shards, folders or globs of them: JSONL (plain, .gz, .zst) and Parquet, whose rows have
+    ids. AuditedSampler(loader, run=..., duplication="signatures/") then finds the sketch of a
+    sample by its id instead of making it.
+
+    \b
+    Examples:
+      auditor sketch 'shards/*.jsonl.zst' --out signatures/
+      auditor sketch corpus/ --out signatures/ --content body
+    """
+    from auditor.clean.sketches import sketch as write
+
+    with _bar(quiet=as_json) as progress:
+        document = write(inputs, out, content=content, progress=progress)
+    if as_json:
+        click.echo(json.dumps({"out": str(out), **document}, indent=2))
+        return
+    console = _console()
+    console.print(f"{document['n_rows']} sketches in {out}", soft_wrap=True, markup=False)
+    if document["n_without_id"]:
+        console.print(f"{document['n_without_id']} rows have no id and were left out.")
+    if document["n_repeated_ids"]:
+        console.print(f"{document['n_repeated_ids']} rows repeat an id; the first counts.")
 
 
 @main.command()

@@ -243,7 +243,7 @@ def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFram
     samples = samples.drop("preview")
     described = [name for name in samples.collect_schema().names() if name not in _PLACE]
     anywhere = samples.unique(["attempt", "key"], keep="first", maintain_order=True)
-    joined = exposures.join(
+    joined = exposures.rename({"n_tokens": "n_tokens_seen"}).join(
         samples.with_columns(own=True),
         on=_PLACE,
         how="left",
@@ -262,6 +262,7 @@ def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFram
     joined = joined.with_columns(
         pl.max_horizontal("dup_batch", "dup_window").alias("duplication"),
         pl.col("sample_id").fill_null(pl.col("key").cast(pl.String)),
+        pl.coalesce("n_tokens_seen", "n_tokens").alias("n_tokens"),
     )
     return joined.select(list(schema.EXPOSURES_JOINED))
 
@@ -288,14 +289,17 @@ def _batch_rows(columns: Mapping[str, np.ndarray]) -> pl.DataFrame:
     starts = np.cumsum(sizes) - sizes
     position = columns.get("position", np.arange(sizes.sum()) - np.repeat(starts, sizes))
     states = np.asarray(schema.STATES, dtype=object)[columns["state"].astype(np.int64)]
-    return pl.DataFrame(
+    n_tokens = columns.get("n_tokens", np.full(sizes.sum(), NULL))
+    rows = pl.DataFrame(
         {
             "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
             "position": position.astype(np.int32),
             "key": columns["key"].astype(np.int64),
             "state": pl.Series(np.repeat(states, sizes), dtype=pl.String),
+            "n_tokens": n_tokens.astype(np.int64),
         }
     )
+    return rows.with_columns(_null_where_marked("n_tokens"))
 
 
 def _steps(parts: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> pl.DataFrame:

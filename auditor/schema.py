@@ -16,6 +16,9 @@ RUN_VERSION: Final = 2
 MANIFEST_VERSION: Final = 1
 """Version of ``manifest.json`` and ``rows.parquet``."""
 
+SKETCHES_VERSION: Final = 1
+"""Version of the folders that ``auditor sketch`` writes."""
+
 REPORT_VERSION: Final = 1
 """Version of the JSON that ``auditor report --json`` prints."""
 
@@ -53,7 +56,7 @@ SAMPLES: Final[Mapping[str, str]] = {
     "sample_id": "str",  # the dataset's own id where it has one, else the index
     "source": "str",  # corpus
     "shard": "str",  # data file, null where unknown
-    "row": "i64",  # position in the shard, null where unknown
+    "row": "i64",  # position in the shard, or in the dataset's table; null where unknown
     "n_tokens": "i64",  # tokens of token samples, characters of text samples; padding apart
     "columns": "str",  # further columns kept on request, as a JSON object
     "preview": "str",  # the first characters of the content; kept for many samples, not for all
@@ -75,15 +78,23 @@ EXPOSURES: Final[Mapping[str, str]] = {
     "dup_of": "i64",  # key of the row that gave the higher of dup_batch and dup_window
     "repetition": "f32",  # share of the sample covered by repeated n-grams
     "loss": "f32",  # per-sample loss where the loop recorded it
+    "n_tokens": "i64",  # tokens of the sample in this row where rows pack several; else null
 }
 
 EXPOSURES_JOINED: Final[Mapping[str, str]] = {
-    **{name: kind for name, kind in EXPOSURES.items() if name != "loss"},
+    **{name: kind for name, kind in EXPOSURES.items() if name not in {"loss", "n_tokens"}},
     "duplication": "f32",  # the higher of dup_batch and dup_window
     "loss": "f32",
-    **{name: kind for name, kind in SAMPLES.items() if name not in {*EXPOSURES, "preview"}},
+    **{
+        name: kind
+        for name, kind in SAMPLES.items()
+        if name == "n_tokens" or name not in {*EXPOSURES, "preview"}
+    },
 }
-"""What ``Run.scan("exposures")`` gives: exposures with the identity of their samples."""
+"""What ``Run.scan("exposures")`` gives: exposures with the identity of their samples.
+
+``n_tokens`` is what was seen: of a document in a packed row, its tokens in that row.
+"""
 
 KEY_SHIFT: Final = 48
 """Bits of a key that hold a dataset index; above them is the dataset's number in the attempt."""

@@ -64,6 +64,8 @@ def test_readme_and_documents_run_as_written(
     names: dict[str, Any] = {
         "torch": torch,
         "DataLoader": DataLoader,
+        "dataset": dataset,
+        "collate": collate,
         "loader": DataLoader(dataset, batch_size=16, sampler=range(1600), collate_fn=collate),
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -76,6 +78,7 @@ def test_readme_and_documents_run_as_written(
     assert Run.open("run/").gaps() == []
     for command in (
         ["report", "run/"],
+        ["replay-order", "run/", "--out", "order.parquet"],
         ["dedupe", "run/", "--out", "cleaned/"],
         ["verify", "cleaned/"],
     ):

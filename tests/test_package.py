@@ -35,7 +35,14 @@ def test_import_and_help_load_nothing_heavy(statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["auditor.clean.dedupe", "auditor.show.produce", "auditor.explain.pipeline"]
+    "module",
+    [
+        "auditor.clean.dedupe",
+        "auditor.show.produce",
+        "auditor.show.exposures",
+        "auditor.show.replay",
+        "auditor.explain.pipeline",
+    ],
 )
 def test_offline_commands_start_without_torch(module: str) -> None:
     assert "torch" not in modules_after(f"import {module}")
@@ -50,6 +57,7 @@ def test_live_path_loads_no_polars() -> None:
 def test_public_names_are_all_there_and_documented() -> None:
     assert auditor.__all__ == [
         "AuditedSampler",
+        "DocumentIndex",
         "GradeMonitor",
         "Located",
         "Run",
@@ -67,7 +75,14 @@ def commands(group: click.Group) -> list[tuple[str, click.Command]]:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    assert [name for name, _ in commands(main)] == ["dedupe", "demo", "report", "verify"]
+    assert [name for name, _ in commands(main)] == [
+        "dedupe",
+        "demo",
+        "exposures",
+        "replay-order",
+        "report",
+        "verify",
+    ]
     for name, command in commands(main):
         assert f"auditor {name}" in (command.help or ""), name
         assert "Examples:" in (command.help or ""), name

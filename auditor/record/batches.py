@@ -56,8 +56,14 @@ class Columns:
             }
         else:
             first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-            found = {"content": first if isinstance(first, torch.Tensor) else None}
+            if not isinstance(first, torch.Tensor):  # texts, or samples of their own
+                return None
+            found = {"content": first}
         content = found["content"]
+        if isinstance(content, np.ndarray):
+            if content.dtype.kind not in "iu":
+                return None
+            content = found["content"] = torch.from_numpy(content)
         if isinstance(content, torch.Tensor) and content.ndim != 2:
             return None
         if isinstance(content, list) and any(isinstance(one, torch.Tensor) for one in content):
@@ -97,9 +103,10 @@ def _first(batch: Mapping[Any, Any], *names: str) -> Any:
 class Rows(Sequence[Any]):
     """The samples of a collated batch, cut when first asked for: rows of its tensors and lists.
 
-    A mapping of columns gives one mapping per row; a tuple or list of equally long tensors gives
-    one tuple per row; anything else is cut along its first dimension. Integer tensors are copied at
-    once, because a loop may go on to fill the same buffers.
+    A mapping of columns gives one mapping per row; a tuple of equally long columns, or a list of
+    them that has a tensor or an array, gives one tuple per row; anything else is cut along its
+    first dimension. Integer tensors are copied at once, because a loop may go on to fill the same
+    buffers.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -126,7 +133,8 @@ def _snapshot(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: _snapshot(value) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return [_snapshot(value) for value in batch]
+        values = [_snapshot(value) for value in batch]
+        return tuple(values) if isinstance(batch, tuple) else values
     return batch
 
 
@@ -135,14 +143,19 @@ def _cut(batch: Any) -> list[Any]:
         columns = {name: values for name, values in batch.items() if n_rows(values)}
         n = min((n_rows(values) for values in columns.values()), default=0)
         return [{name: values[row] for name, values in columns.items()} for row in range(n)]
-    if (
-        isinstance(batch, list)
-        and batch
-        and all(isinstance(one, torch.Tensor) and one.ndim > 0 for one in batch)
-        and len({len(one) for one in batch}) == 1
-    ):
-        return [tuple(one[row] for one in batch) for row in range(len(batch[0]))]
+    if isinstance(batch, tuple | list) and batch and _are_columns(batch):
+        return list(zip(*batch, strict=True))
     return list(batch) if n_rows(batch) else [batch]
+
+
+def _are_columns(values: Sequence[Any]) -> bool:
+    """Whether these are columns of one batch, rather than its samples."""
+    lengths = {n_rows(one) for one in values}
+    if len(lengths) != 1 or 0 in lengths:
+        return False
+    return isinstance(values, tuple) or any(
+        isinstance(one, torch.Tensor | np.ndarray) for one in values
+    )
 
 
 def n_rows(values: Any) -> int:

@@ -4,7 +4,7 @@ A frame costs some 200 bytes however little it holds, so batches, steps, scores 
 ``FLUSH_BATCHES`` batches share theirs. Frame kinds, column by column (nb batches, n their samples):
 
 - ``batches``: batch [nb], n_samples [nb], state [nb] (index into ``schema.STATES``), key [n];
-  position [n] where a row of the batch packs several samples;
+  position [n], n_tokens [n] where a row of the batch packs several samples;
 - ``steps``: step, batch, state: one row per batch that a step closed over;
 - ``renumbered``: closed, step: steps that turned out to have another number;
 - ``scores``: batch [nb], n_samples [nb], equal_batch, equal_window (u8 [n], equal sketch bytes,
@@ -22,6 +22,7 @@ import numpy as np
 
 from auditor.ledger import Frame
 from auditor.record.duplication import Scores
+from auditor.record.identity import Parts
 from auditor.schema import STATES, UNSCORED
 
 FLUSH_BATCHES: Final = 64
@@ -32,7 +33,7 @@ class ExposureBuffer:
     """Facts about exposures on their way to the ledger."""
 
     def __init__(self) -> None:
-        self._batches: list[tuple[int, int, np.ndarray, np.ndarray | None]] = []
+        self._batches: list[tuple[int, int, np.ndarray, Parts | None]] = []
         self._steps: list[tuple[int, int, Sequence[int]]] = []
         self._renumbered: list[tuple[int, int]] = []
         self._scores: list[tuple[int, Scores]] = []
@@ -44,10 +45,10 @@ class ExposureBuffer:
         return max(facts) >= FLUSH_BATCHES
 
     def add_batch(
-        self, batch: int, state: str, keys: np.ndarray, positions: np.ndarray | None
+        self, batch: int, state: str, keys: np.ndarray, parts: Parts | None
     ) -> None:
-        """A batch with its keys i64 [n]; positions i32 [n] where rows pack several samples."""
-        self._batches.append((batch, STATES.index(state), keys, positions))
+        """A batch with its keys i64 [n]; their parts where rows pack several samples."""
+        self._batches.append((batch, STATES.index(state), keys, parts))
 
     def add_step(self, step: int, state: str, batches: Sequence[int]) -> None:
         """A step closed over these batches: ``trained`` or ``discarded``."""
@@ -85,14 +86,14 @@ class ExposureBuffer:
 
 
 def _batch_frames(
-    batches: Sequence[tuple[int, int, np.ndarray, np.ndarray | None]],
+    batches: Sequence[tuple[int, int, np.ndarray, Parts | None]],
 ) -> list[Frame]:
     frames = []
     for packed in (False, True):
         chosen = [one for one in batches if (one[3] is not None) == packed]
         if not chosen:
             continue
-        numbers, states, keys, positions = zip(*chosen, strict=True)
+        numbers, states, keys, parts = zip(*chosen, strict=True)
         columns: dict[str, Any] = {
             "batch": np.asarray(numbers),
             "n_samples": np.asarray([len(one) for one in keys]),
@@ -100,7 +101,8 @@ def _batch_frames(
             "key": np.concatenate(keys),
         }
         if packed:
-            columns["position"] = np.concatenate(positions)
+            columns["position"] = np.concatenate([one.positions for one in parts])
+            columns["n_tokens"] = np.concatenate([one.n_tokens for one in parts])
         frames.append(Frame("batches", {}, columns))
     return frames
 

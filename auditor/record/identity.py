@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from auditor.errors import IdentityError
+from auditor.ledger import NULL
 from auditor.measure.sketch import exact_hash, exact_hash_tokens
 from auditor.record.batches import Columns
 from auditor.record.datasets import TableRow, TableRows
@@ -54,13 +55,24 @@ Returns where it comes from; for a row that packs several documents, a list, one
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Where the samples of a batch lie whose rows pack several of them.
+
+    ``positions`` i32 [n]: the row of the batch; ``n_tokens`` i64 [n]: tokens of the sample in that
+    row, ``ledger.NULL`` where unknown, which are not always all it has.
+    """
+
+    positions: np.ndarray
+    n_tokens: np.ndarray
+
+
+@dataclass(frozen=True)
 class Described:
     """The samples of one batch, column by column, each of length n.
 
     ``keys`` i64: a dataset index with the dataset's number, else a hash. ``contents``: texts,
-    bytes, arrays of token ids, None; or one i64 array [n, T]. ``positions`` i32: the row of the
-    batch that each sample lies in, where rows pack several; None: one sample a row, in order. A
-    column that no sample has is None.
+    bytes, arrays of token ids, None; or one i64 array [n, T]. ``parts``: where rows pack several
+    samples; None: one sample a row, in order. A column that no sample has is None.
     """
 
     keys: np.ndarray
@@ -71,7 +83,7 @@ class Described:
     row: Sequence[int | None] | None = None
     n_tokens: Sequence[int | None] | np.ndarray | None = None
     columns: Sequence[str | None] | None = None
-    positions: np.ndarray | None = None
+    parts: Parts | None = None
 
 
 def describe(
@@ -340,15 +352,17 @@ def _one_by_one(
 ) -> Described:
     by_index = _index_keys(indices, dataset)
     keys, located, positions = [], [], []
+    any_packed = False
     for position, sample in enumerate(samples):
         found = _from_columns(sample)
         if table is not None:
             hidden = _of_row(table, position, found.shard is None)
             found = replace(hidden, **{k: v for k, v in vars(found).items() if v is not None})
-        given: Any = ()
+        given: Any = None
         if locator is not None:
             given = locator(None if indices is None else indices[position], sample)
         packed = isinstance(given, Sequence)
+        any_packed = any_packed or packed
         for part in given if packed else (given,):
             one = found
             if locator is not None:
@@ -362,6 +376,11 @@ def _one_by_one(
                 keys.append(_hashed_key(one.sample_id, one.shard, one.content))
             located.append(one)
             positions.append(position)
+    n_tokens = [n_tokens_of(one) for one in located]
+    parts = None
+    if any_packed:
+        known = [NULL if n is None else n for n in n_tokens]
+        parts = Parts(np.asarray(positions, np.int32), np.asarray(known, np.int64))
     return Described(
         np.asarray(keys, dtype=np.int64),
         [one.content for one in located],
@@ -369,9 +388,9 @@ def _one_by_one(
         source=[one.source for one in located],
         shard=[one.shard for one in located],
         row=[one.row for one in located],
-        n_tokens=[n_tokens_of(one) for one in located],
+        n_tokens=n_tokens,
         columns=None if further is None else [further[position] for position in positions],
-        positions=np.asarray(positions, dtype=np.int32) if len(keys) != len(samples) else None,
+        parts=parts,
     )
 
 

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from auditor.attempt import Attempt, ledger_path, open_attempt
-from auditor.errors import IdentityError
+from auditor.errors import AuditorError, IdentityError
 from auditor.files import sha256
 from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
 from auditor.measure.agreement import similarity
-from auditor.measure.compact import compact
 from auditor.record.background import QUEUE_TASKS, Background, Task
 from auditor.record.duplication import DuplicationScorer, Scores
 from auditor.record.exposures import ExposureBuffer
@@ -164,8 +163,8 @@ class Recorder:
 
     def delivered(
         self, tag: Tag | SentTag | RawTag, describer: Describer, *, state: str = "delivered"
-    ) -> None:
-        """The loop was handed a batch (or it was left out on request: ``skipped``)."""
+    ) -> int:
+        """The loop was handed a batch (or it was left out on request: ``skipped``); its number."""
         self._discard_if_not_stepped()
         batch = self._n_batches
         self._n_batches += 1
@@ -173,7 +172,7 @@ class Recorder:
             self._pending.append(batch)
         if not isinstance(tag, RawTag):
             self.submit(functools.partial(self._write_tag, batch, tag, state), what="batches")
-            return
+            return batch
         n_bytes = tag.n_bytes
         alone = self._bytes_in - self._bytes_out + n_bytes > QUEUE_BYTES
         if alone:
@@ -182,6 +181,12 @@ class Recorder:
         write = functools.partial(self._write_raw, batch, tag, describer, state, n_bytes, alone)
         if self.submit(write, what="batches"):
             self._bytes_in += n_bytes
+        return batch
+
+    def withdraw(self, batches: Sequence[int]) -> None:
+        """The loop passed over these latest batches: delivered, and part of no update."""
+        self._pending = [batch for batch in self._pending if batch not in batches]
+        self._n_with_gradients = min(self._n_with_gradients, len(self._pending))
 
     def dataset_number(self, dataset: Any) -> int:
         """Datasets of one run number their samples apart; 0 is the first, or none."""
@@ -319,10 +324,11 @@ class Recorder:
         """Count a failure of ours; log the first at each place."""
         self.failures[place] += 1
         if self.failures[place] == 1:
+            ours = isinstance(error, AuditorError)  # its text names a remedy, its repr does not
             log.warning(
-                "auditor: %s failed and is counted from now on; training is not affected: %r",
+                "auditor: %s failed and is counted from now on; training is not affected: %s",
                 place,
-                error,
+                f"{type(error).__name__}: {error}" if ours else repr(error),
             )
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
@@ -438,7 +444,7 @@ class Recorder:
         tag = sent.tag()
         if tag.failure is not None:
             raise IdentityError(tag.failure)
-        self._exposures.add_batch(batch, state, tag.keys, tag.positions)
+        self._exposures.add_batch(batch, state, tag.keys, tag.parts)
         if state != "skipped" and tag.sketches is not None:
             sketches = tag.sketches
             self._score_later(batch, tag.keys, lambda: sketches, 0)
@@ -449,13 +455,13 @@ class Recorder:
         """A batch still to be described; ``alone``: by its keys only."""
         try:
             described = describer.keys_alone(raw) if alone else describer.describe(raw)
-            self._exposures.add_batch(batch, state, described.keys, described.positions)
+            self._exposures.add_batch(batch, state, described.keys, described.parts)
         except Exception:
             self._bytes_out += n_bytes
             raise
         self._samples.note(described)
         if describer.sketching and state != "skipped" and not alone:
-            sketch = functools.partial(compact, described.contents)
+            sketch = functools.partial(describer.sketches, described)
             self._score_later(batch, described.keys, sketch, n_bytes)
         else:
             self._bytes_out += n_bytes

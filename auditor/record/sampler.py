@@ -5,15 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from auditor.record.batches import Rows
+from auditor.record.frameworks.accelerate import divides_twice, is_prepared, tagging_view
 from auditor.record.identity import Locator
+from auditor.record.lookup import Lookup
 from auditor.record.recorder import Recorder, rank_and_world, recorder_for
-from auditor.record.tagging import Describer, RawTag, SentTag, Tag, tagging_copy
+from auditor.record.tagging import (
+    Describer,
+    RawTag,
+    SentTag,
+    Tag,
+    has_untagged_workers,
+    restart_workers,
+    tagging_copy,
+)
 
 log = logging.getLogger("auditor")
 
@@ -46,13 +57,15 @@ class AuditedSampler:
         columns: further columns of the samples to keep with the record, by name.
         duplication: whether to score how duplicated each sample is: in its batch, in the last 64
             batches, over the run, and inside itself. Done in loader workers and on a background
-            thread. False records ids alone.
+            thread. False records ids alone; a folder that ``auditor sketch`` wrote is looked up by
+            sample id instead of sketching the same samples again.
 
     Attributes of the loader (``dataset``, ``state_dict``, ``sampler.set_epoch``, ...) are reached
     through the wrapper.
 
     Raises:
         RunClaimedError: another live process records this run and rank.
+        RunError: ``duplication`` is a folder without sketches.
         ValueError: ``loader`` is not iterable.
     """
 
@@ -66,7 +79,7 @@ class AuditedSampler:
         locator: Locator | None = None,
         skip: Collection[int | str] | None = None,
         columns: Sequence[str] = (),
-        duplication: bool = True,
+        duplication: bool | str | PathLike[str] = True,
     ) -> None:
         if loader is not None and not isinstance(loader, Iterable):
             raise ValueError(f"loader must be iterable, got {type(loader).__name__}")
@@ -75,14 +88,22 @@ class AuditedSampler:
         self._skip = frozenset(skip or ())
         self._duplication = duplication
         self._n_batches = 0
+        self._rebuilt = False
         self._describer = Describer(
             locator=locator,
             columns=columns,
-            sketching=duplication,
+            sketching=duplication is not False,
+            lookup=None if isinstance(duplication, bool) else Lookup(Path(duplication)),
             unwanted=frozenset(one for one in self._skip if isinstance(one, str)),
         )
         self._tagged = isinstance(loader, DataLoader) or _wraps_loader(loader)
-        self._inner: Any = tagging_copy(loader, self._describer) if self._tagged else loader
+        if self._tagged and has_untagged_workers(loader):
+            self._tagged = False
+            log.warning(
+                "auditor: the loader's workers were started before it was wrapped: its samples are "
+                "told by the id columns or the content of the batches, not by their dataset index"
+            )
+        self._inner: Any = self._tagging(loader)
         self._recorder: Recorder | None = None
         recorder = self._open()
         if start_step is not None:
@@ -97,8 +118,9 @@ class AuditedSampler:
     def _open(self) -> Recorder:
         """The recorder of the run; one of a new attempt after it was closed."""
         if self._recorder is None or self._recorder.closed:
+            reopened = self._recorder is not None
             recorder = self._recorder = recorder_for(self._run)
-            if self._duplication:
+            if self._duplication is not False:
                 recorder.score_duplication()
             dataset = getattr(self._loader, "dataset", None)
             self._describer.of_attempt(
@@ -106,9 +128,15 @@ class AuditedSampler:
                 recorder.dataset_number(dataset),
                 dataset,
             )
-            if getattr(self._inner, "persistent_workers", False):
-                self._inner._iterator = None  # its workers describe for an earlier attempt
+            if reopened and self._tagged and getattr(self._inner, "persistent_workers", False):
+                # Its workers describe for an earlier attempt.
+                restart_workers(getattr(self._inner, "base_dataloader", self._inner))
         return self._recorder
+
+    def _tagging(self, loader: Any) -> Any:
+        if not self._tagged:
+            return loader
+        return (tagging_view if is_prepared(loader) else tagging_copy)(loader, self._describer)
 
     def __iter__(self) -> Iterator[Any]:
         self._open()
@@ -131,8 +159,12 @@ class AuditedSampler:
         if self._skip and self._is_skipped(ordinal, tag):
             self._note_delivered(tag, "skipped")
             return _LEFT_OUT
-        self._note_delivered(tag, "delivered")
+        self._hand_over(batch, tag)
         return batch
+
+    def _hand_over(self, batch: Any, tag: Tag | SentTag | RawTag) -> None:
+        """The loop takes the batch here; where a framework trains it later, this is overridden."""
+        self._note_delivered(tag, "delivered")
 
     def _draw(self, drawn: Any) -> Any:
         recorder = self._open()
@@ -146,17 +178,36 @@ class AuditedSampler:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"_inner", "_loader"}:  # not there yet while unpickling
+        if name in {"_inner", "_loader", "_rebuilt"}:  # not there yet while unpickling
             raise AttributeError(name)
-        # Of the copy, whose iteration state is the true one; but its collate function and dataset
-        # are ours, and not for others to build a loader from.
-        return getattr(self._loader if name in {"collate_fn", "dataset"} else self._inner, name)
+        if name == "collate_fn" and is_prepared(self._loader) and not self._rebuilt:
+            self._rebuilt = True
+            log.warning(
+                "auditor: another loader is built from an AuditedSampler (skip_first_batches does "
+                "so): what it yields is not recorded. Skip first, then wrap: "
+                "AuditedSampler(skip_first_batches(prepared, n), ...)"
+            )
+        # Of the copy, whose iteration state is the true one (a prepared loader shares it); but the
+        # functions and the dataset that tag are ours, and not for others to build a loader from.
+        of_original = is_prepared(self._loader) or name in {"collate_fn", "dataset"}
+        return getattr(self._loader if of_original else self._inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Of a loader that Accelerate prepared, its class: by that ``skip_first_batches`` builds
+        a loader that synchronises, moves to the device and ends as the prepared one does."""
+        loader = self.__dict__.get("_loader")
+        return type(loader) if is_prepared(loader) else type(self)
+
+    def __reduce__(self) -> Any:
+        return _restored, (type(self), self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recorder": None}
+        return {**self.__dict__, "_recorder": None, "_inner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._inner = self._tagging(self._loader)
 
     def record(self, ids: Any, samples: Any = None) -> None:
         """Record a batch that the loop put together itself: call it where the batch is taken.
@@ -218,12 +269,20 @@ class AuditedSampler:
         except Exception as error:
             return Tag.of_failure(error)
 
-    def _note_delivered(self, tag: Tag | SentTag | RawTag, state: str) -> None:
+    def _note_delivered(self, tag: Tag | SentTag | RawTag, state: str) -> int | None:
+        """The batch's number in the attempt, None where that failed."""
         recorder = self._open()
         try:
-            recorder.delivered(tag, self._describer, state=state)
+            return recorder.delivered(tag, self._describer, state=state)
         except Exception as error:
             recorder.failed("recording a batch", error)
+            return None
+
+
+def _restored(kind: type[AuditedSampler], state: dict[str, Any]) -> AuditedSampler:
+    sampler = kind.__new__(kind)
+    sampler.__setstate__(state)
+    return sampler
 
 
 _LEFT_OUT = object()
@@ -235,15 +294,22 @@ def _is_wanted(batch: Any) -> bool:
 
 def _wraps_loader(loader: Any) -> bool:
     """A framework's own loader around a ``DataLoader``."""
-    attributes = vars(loader) if hasattr(loader, "__dict__") else {}
-    return any(
-        isinstance(attributes.get(name), DataLoader) for name in ("base_dataloader", "_dataloader")
-    )
+    of_fabric = getattr(loader, "__dict__", {}).get("_dataloader")
+    return is_prepared(loader) or isinstance(of_fabric, DataLoader)
 
 
 def _warn_of_undivided_data(loader: Any) -> None:
-    """Several ranks, and a loader that gives all of them the same data."""
+    """Several ranks, and a loader that gives all of them the same data, or too little of it."""
     _, world_size = rank_and_world()
+    if is_prepared(loader) and divides_twice(loader):
+        log.warning(
+            "auditor: the loader's DistributedSampler divides the data among %d ranks, and "
+            "Accelerate divides each part again: most samples are never trained on. Give prepare() "
+            "a loader without DistributedSampler",
+            world_size,
+        )
+    if type(loader).__name__ == "_FabricDataLoader":  # it divides the data only if asked to
+        loader = loader._dataloader
     if world_size == 1 or not isinstance(loader, DataLoader) or _wraps_loader(loader):
         return
     samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]

@@ -55,9 +55,16 @@ class OptimizerWatch:
         self._cleared = cleared
         self._failed = failed
         self._gradients: dict[int, weakref.ref[Tensor]] = {}
+        # A step with a closure may clear and compute gradients again and again: those it computed
+        # itself are part of it.
+        self._in_step = self._produced_in_step = False
+
+        def before_step(*_: Any) -> None:
+            self._in_step, self._produced_in_step = True, False
 
         def after_step(watched: Any, *_: Any) -> None:
             try:
+                self._in_step = False
                 self._gradients.clear()
                 stepped(getattr(watched, "found_inf", None))
             except Exception as error:
@@ -66,6 +73,7 @@ class OptimizerWatch:
         def after_backward(parameter: Tensor) -> None:
             try:
                 self._notice_new_gradient(parameter)
+                self._produced_in_step = self._in_step
                 produced()
             except Exception as error:
                 failed("gradient hook", error)
@@ -73,11 +81,18 @@ class OptimizerWatch:
         parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         places = {0, len(parameters) // 2, len(parameters) - 1} if parameters else set()
         self._parameters = [parameters[place] for place in sorted(places)][:WATCHED_PARAMETERS]
-        self._handles: list[Any] = [optimizer.register_step_post_hook(after_step)]
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_step_post_hook(after_step),
+        ]
         self._handles += [
             one.register_post_accumulate_grad_hook(after_backward) for one in self._parameters
         ]
         self._watch_zero_grad(optimizer)
+
+    def _clear(self) -> None:
+        if not (self._in_step and self._produced_in_step):
+            self._cleared()
 
     def _notice_new_gradient(self, parameter: Tensor) -> None:
         """A gradient that is another tensor than a backward ago: the old one was cleared."""
@@ -87,14 +102,14 @@ class OptimizerWatch:
         known = self._gradients.get(id(parameter))
         if known is not None and known() is not gradient:
             self._gradients.clear()  # the other parameters' gradients are as new
-            self._cleared()
+            self._clear()
         self._gradients[id(parameter)] = weakref.ref(gradient)
 
     def notice_gradients_gone(self) -> None:
         """To be called when the next batch arrives: were the gradients cleared by hand?"""
         if self._gradients and all(known() is None for known in self._gradients.values()):
             self._gradients.clear()
-            self._cleared()
+            self._clear()
 
     def _watch_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         original = optimizer.zero_grad
@@ -104,7 +119,7 @@ class OptimizerWatch:
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             try:
                 self._gradients.clear()
-                self._cleared()
+                self._clear()
             except Exception as error:
                 self._failed("zero_grad hook", error)
             original(*args, **kwargs)

@@ -25,6 +25,7 @@ from auditor.measure.compact import WORDS, compact
 from auditor.record.batches import Columns, Rows, n_rows
 from auditor.record.datasets import TableRows
 from auditor.record.identity import Described, Locator, Parts, describe, keys_alone
+from auditor.record.lookup import Lookup
 from auditor.record.samples import SampleLedger
 from auditor.record.transfer import to_host
 
@@ -50,7 +51,9 @@ class Tag:
     @classmethod
     def of_failure(cls, error: Exception) -> Tag:
         """A tag whose samples cannot be told."""
-        return cls(np.zeros(0, np.int64), failure=f"{type(error).__name__}: {error}")
+        told = isinstance(error, IdentityError)
+        failure = str(error) if told else f"{type(error).__name__}: {error}"
+        return cls(np.zeros(0, np.int64), failure=failure)
 
 
 class RawTag:
@@ -92,6 +95,7 @@ class Describer:
     Args:
         locator, columns: of the sampler.
         sketching: whether duplication is scored.
+        lookup: sketches made beforehand.
         unwanted: sample ids whose batches are left out.
     """
 
@@ -101,12 +105,14 @@ class Describer:
         locator: Locator | None,
         columns: Sequence[str] = (),
         sketching: bool = True,
+        lookup: Lookup | None = None,
         unwanted: frozenset[str] = frozenset(),
     ) -> None:
         self._locator = locator
         self._columns = tuple(columns)
         self._unwanted = unwanted
         self.sketching = sketching
+        self._lookup = lookup
         self._ledger = Path()
         self._dataset = 0
         self._read: Any = None
@@ -146,6 +152,12 @@ class Describer:
             )
         return keys_alone(raw.indices, self._dataset)
 
+    def sketches(self, described: Described) -> np.ndarray:
+        """Compact sketches i64 [n, WORDS], looked up where they can be, else made."""
+        if self._lookup is None:
+            return compact(described.contents)
+        return self._lookup.sketches(described.sample_id, described.contents)
+
     def is_unwanted(self, described: Described) -> bool:
         if not self._unwanted:
             return False
@@ -165,7 +177,7 @@ class Describer:
             ledger.flush()
             return Tag(
                 described.keys,
-                compact(described.contents) if sketching else None,
+                self.sketches(described) if sketching else None,
                 described.parts,
                 self.is_unwanted(described),
             )
@@ -206,6 +218,10 @@ class _IndexedDataset(Dataset):
 
     def __init__(self, dataset: Any, batched: bool) -> None:
         self.__dict__.update(_dataset=dataset, _batched=batched)
+        # A stateful loader looks for these without asking __getattr__, from Python 3.12 on.
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(dataset, name):
+                self.__dict__[name] = getattr(dataset, name)
 
     def __getitems__(self, indices: list[Any]) -> _Fetched:
         dataset = self._dataset
@@ -301,15 +317,15 @@ class SendingRows:
         self._describer = describer
 
     def __call__(self, batch: Any, tag: Tag | RawTag) -> tuple[Any, Tensor]:
+        n_words = 0
         if isinstance(tag, RawTag):
-            n = len(tag.samples)
             tag = self._describer.tag(tag, sketching=False)
-            n_words = 0
-        else:
-            n = _n_samples(batch) if tag.failure is not None else len(tag.keys)
-            n_words = WORDS if self._describer.sketching else 0
+        elif self._describer.sketching:
+            n_words = WORDS
+        told = tag.failure is None and tag.parts is None
+        n = _n_samples(batch) or len(tag.keys)
         rows = np.full((n, 1 + n_words), _UNTOLD, np.int64)
-        if tag.failure is None and tag.parts is None:
+        if told and len(tag.keys) == n:  # else it cannot be cut where the batch is cut
             rows[:, 0] = tag.keys
             if n_words and tag.sketches is not None:
                 rows[:, 1:] = tag.sketches
@@ -330,17 +346,14 @@ def tagging_copy(
 ) -> Any:
     """A copy of the loader whose batches carry their tag; samplers and generators are shared.
 
-    A framework's loader that wraps another is copied with a tagging copy of that one inside. The
+    Fabric's loader, which wraps another, is copied with a tagging copy of that one inside. The
     original is untouched, and draws from shared generators exactly as it would have.
     """
     tagged = copy.copy(loader)
-    if type(loader).__name__ == "DataLoaderDispatcher":  # of Accelerate
-        attach = SendingRows(describer)
-    for name in ("base_dataloader", "_dataloader"):  # Accelerate, Fabric
-        inner = vars(loader).get(name)
-        if isinstance(inner, DataLoader):
-            tagged.__dict__[name] = tagging_copy(inner, describer, attach)
-            return tagged
+    inner = vars(loader).get("_dataloader")  # of Fabric
+    if isinstance(inner, DataLoader):
+        tagged.__dict__["_dataloader"] = tagging_copy(inner, describer, attach)
+        return tagged
     tagged._iterator = None  # of persistent workers that were started without tags
     batched = loader.batch_sampler is not None
     if not isinstance(loader.dataset, IterableDataset):
@@ -349,4 +362,39 @@ def tagging_copy(
     else:
         batched = batched or loader.batch_size is not None
     tagged.collate_fn = TaggingCollate(loader.collate_fn, describer, batched, attach)
+    if has_untagged_workers(loader):
+        tagged.__dict__["_initial_iter_for_state_dict"] = False
+    elif _is_started(loader):
+        # Its state was asked for, and what it drew for its first epoch is drawn.
+        tagged._iterator = _tagging_iterator(loader._iterator, tagged)
     return tagged
+
+
+def has_untagged_workers(loader: Any) -> bool:
+    """Whether the next epoch's workers run already, and know of no tags.
+
+    A stateful loader starts them when it is asked for its state; what they drew is drawn.
+    """
+    inner = vars(loader).get("base_dataloader", loader)
+    return _is_started(inner) and bool(inner.num_workers)
+
+
+def _is_started(loader: Any) -> bool:
+    """Of torchdata's stateful loader, whose next epoch goes on with the iterator it has."""
+    return bool(vars(loader).get("_initial_iter_for_state_dict"))
+
+
+def _tagging_iterator(iterator: Any, tagged: DataLoader) -> Any:
+    """A copy of an iterator without workers that fetches by the tagging loader."""
+    copied = object.__new__(type(iterator))  # copy() would pickle, which iterators refuse
+    copied.__dict__.update(vars(iterator))
+    fetcher = copied._dataset_fetcher = copy.copy(iterator._dataset_fetcher)
+    fetcher.dataset, fetcher.collate_fn = tagged.dataset, tagged.collate_fn
+    return copied
+
+
+def restart_workers(loader: Any) -> None:
+    """Let the next iteration start workers anew; a stateful loader that has a place keeps it."""
+    if _is_started(loader):
+        loader.load_state_dict(loader.state_dict())
+    loader._iterator = None

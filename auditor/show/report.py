@@ -48,9 +48,9 @@ def report_of(explanation: Explanation, proposal: Proposal) -> dict[str, Any]:
         },
         "gaps": list(explanation.gaps),
     }
-    strict = _strict(report)
-    assert isinstance(strict, dict)
-    return strict
+    plain = strict(report)
+    assert isinstance(plain, dict)
+    return plain
 
 
 def _event(explanation: Explanation, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def _event(explanation: Explanation, event: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
     if isinstance(value, Mapping):
-        return {str(name): _strict(one) for name, one in value.items()}
+        return {str(name): strict(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]
+        return [strict(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

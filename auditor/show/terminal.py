@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from auditor.clean.proposal import Proposal
@@ -20,9 +18,9 @@ from auditor.explain.attribution import BLAME_DEVIATIONS, STRETCH_STEPS
 from auditor.explain.explanation import Explanation
 from auditor.show import digest, wording
 from auditor.show.digest import Episode, GradePoint
+from auditor.show.printing import heading, line, new_table
 from auditor.show.text import PREVIEW_CHARS, clean, encodable, sentence
 
-_LABEL_CHARS: Final = 10
 _NAME_CHARS: Final = 40
 _STYLES: Final = {"blamed": "bold red", "coincident": "bold yellow", "ranked": "dim"}
 
@@ -37,20 +35,20 @@ def print_report(
         else f"sampled every {wording.counted(explanation.every, 'step')}"
     )
     steps = wording.counted(explanation.n_steps, "step")
-    _line(console, "Run", f"{clean(explanation.run_id)}: {steps}, {every}", style="bold")
-    _line(console, "Verdict", sentence(explanation.verdict), style="bold")
+    line(console, "Run", f"{clean(explanation.run_id)}: {steps}, {every}", style="bold")
+    line(console, "Verdict", sentence(explanation.verdict), style="bold")
     _grades(console, explanation)
     for episode in digest.episodes(explanation):
         _episode(console, explanation, episode)
     if not explanation.judged:
-        _line(console, "Next", digest.SAMPLE_MORE)
-    _heading(console, "Proposal")
+        line(console, "Next", digest.SAMPLE_MORE)
+    heading(console, "Proposal")
     _proposal(console, proposal)
-    _heading(console, "Gaps in the record")
+    heading(console, "Gaps in the record")
     for gap in explanation.gaps:
-        _line(console, "  -", sentence(gap, 400), label_chars=4)
+        line(console, "  -", sentence(gap, 400), label_chars=4)
     if not explanation.gaps:
-        _line(console, "", "none known", label_chars=2)
+        line(console, "", "none known", label_chars=2)
     if html_path is not None:
         console.print()
         # In one piece whatever its length, so that it can be copied.
@@ -61,14 +59,14 @@ def print_report(
 def _grades(console: Console, explanation: Explanation) -> None:
     lowest, last = digest.lowest_grade(explanation), digest.last_grade(explanation)
     if lowest is None or last is None:
-        _line(console, "Grades", "none: no sampled step after the warm-up has a grade")
+        line(console, "Grades", "none: no sampled step after the warm-up has a grade")
     else:
-        _line(console, "Grades", f"lowest {_point(lowest)}; last {_point(last)}")
+        line(console, "Grades", f"lowest {_point(lowest)}; last {_point(last)}")
     counts = digest.alerts(explanation)
     if counts:
         words = "; ".join(f"{clean(name)}: {n:,}" for name, n in counts.items())
         sampled = wording.counted(sum(counts.values()), "sampled step")
-        _line(console, "Alerts", f"{words} (of {sampled})")
+        line(console, "Alerts", f"{words} (of {sampled})")
 
 
 def _point(point: GradePoint) -> str:
@@ -79,7 +77,7 @@ def _point(point: GradePoint) -> str:
 
 def _episode(console: Console, explanation: Explanation, episode: Episode) -> None:
     n = wording.counted(len(episode.events), "event")
-    _heading(console, f"Episode {episode.number}: {n} from step {episode.first_step}")
+    heading(console, f"Episode {episode.number}: {n} from step {episode.first_step}")
     for event in episode.events:
         what = [
             wording.kind(event["kind"]),
@@ -90,16 +88,16 @@ def _episode(console: Console, explanation: Explanation, episode: Episode) -> No
             f"{' | '.join(filter(None, what))}\nonset {wording.onset(event)}; "
             f"{wording.recovery(event)}\n{wording.course(event)}"
         )
-        _line(console, f"  event {event['event']}", told)
+        line(console, f"  event {event['event']}", told)
     console.print()
     if episode.speaker is None:
-        _line(console, "", digest.NOT_TESTED, label_chars=2)
+        line(console, "", digest.NOT_TESTED, label_chars=2)
     else:
         _suspects(console, explanation, episode)
     if episode.diagnosis is not None:
         cause, reason = clean(episode.diagnosis.cause), sentence(episode.diagnosis.reason)
-        _line(console, "  Diagnosis", f"{cause}: {reason}.", label_chars=13)
-        _line(console, "  What to do", sentence(episode.diagnosis.action), label_chars=13)
+        line(console, "  Diagnosis", f"{cause}: {reason}.", label_chars=13)
+        line(console, "  What to do", sentence(episode.diagnosis.action), label_chars=13)
 
 
 def _suspects(console: Console, explanation: Explanation, episode: Episode) -> None:
@@ -111,7 +109,7 @@ def _suspects(console: Console, explanation: Explanation, episode: Episode) -> N
         head = f"What stands out {event}"
     else:
         head = f"No data cause found. What came closest {event}"
-    _line(
+    line(
         console,
         "",
         f"{head} (a source stands out from |z| = {BLAME_DEVIATIONS:g}):",
@@ -130,7 +128,7 @@ def _suspects(console: Console, explanation: Explanation, episode: Episode) -> N
         # Copies have one text: once is enough.
         if preview and preview not in shown:
             shown.add(preview)
-            _line(console, "", f'text: "{clean(preview, PREVIEW_CHARS)}"', label_chars=12)
+            line(console, "", f'text: "{clean(preview, PREVIEW_CHARS)}"', label_chars=12)
     others = [
         f"event {row['event']}: {clean(row['name'], _NAME_CHARS)}, "
         f"{wording.feature(row['feature'])}, z {wording.deviations(row['z'])}"
@@ -139,7 +137,7 @@ def _suspects(console: Console, explanation: Explanation, episode: Episode) -> N
         and row["event"] in {event["event"] for event in episode.events}
     ]
     if others:
-        _line(console, "", f"Blamed as well: {'; '.join(others)}.", label_chars=2)
+        line(console, "", f"Blamed as well: {'; '.join(others)}.", label_chars=2)
     console.print()
 
 
@@ -151,19 +149,19 @@ def _source(console: Console, row: Mapping[str, Any], least: float | None) -> No
     text.append(verdict, style=_STYLES.get(verdict, ""))
     console.print(text)
     strong = f"{_exposure(row)}; z {wording.deviations(row['z'])}"
-    _line(console, "      how strong", strong, label_chars=18)
+    line(console, "      how strong", strong, label_chars=18)
     lag = "" if row["lag"] is None else f"; {wording.lag(row['lag'])}"
     sure = (
         f"p {wording.chance(row['p'])} (smallest attainable {wording.chance(least)}), "
         f"q {wording.chance(row['q'])}{lag}{wording.bound(row['p'], least)}"
     )
-    _line(console, "      how sure", sure, label_chars=18)
+    line(console, "      how sure", sure, label_chars=18)
 
 
 def _inside(console: Console, row: Mapping[str, Any]) -> None:
     """A cluster, shard or sample: named by size, not tested."""
     name = clean(row["name"], _NAME_CHARS)
-    _line(
+    line(
         console,
         f"    {row['level']}",
         f"{name}, {wording.feature(row['feature'])}: {_exposure(row)}; {row['verdict']}",
@@ -179,11 +177,10 @@ def _exposure(row: Mapping[str, Any]) -> str:
 
 
 def _proposal(console: Console, proposal: Proposal) -> None:
-    _line(console, "", sentence(proposal.summary), label_chars=2)
+    line(console, "", sentence(proposal.summary), label_chars=2)
     if not proposal.weights:
         return
-    is_utf = console.encoding.lower().startswith("utf")
-    table = Table(box=box.SIMPLE_HEAD if is_utf else box.ASCII, pad_edge=False)
+    table = new_table(console)
     table.add_column("source", overflow="fold")
     for name in ("weight now", "proposed", "epochs now", "projected"):
         table.add_column(name, justify="right")
@@ -196,26 +193,3 @@ def _proposal(console: Console, proposal: Proposal) -> None:
             wording.number(proposal.projected_epochs.get(name)),
         )
     console.print(table)
-
-
-def _heading(console: Console, words: str) -> None:
-    console.print()
-    console.print(Text(words, style="bold underline"))
-
-
-def _line(
-    console: Console,
-    label: str,
-    body: str,
-    *,
-    label_chars: int = _LABEL_CHARS,
-    style: str = "",
-) -> None:
-    """A label and a body wrapped beside it; rich's own padding would leave trailing blanks."""
-    width = max(16, console.width - label_chars)
-    # rich wraps at the line feeds of the body as well as at the width.
-    lines = Text(encodable(body, console.encoding)).wrap(console, width)
-    for i, line in enumerate(lines):
-        line.rstrip()
-        margin = Text(label.ljust(label_chars) if i == 0 else " " * label_chars, style=style)
-        console.print(margin + line, soft_wrap=True)

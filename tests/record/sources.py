@@ -69,7 +69,7 @@ def assert_nothing_changes(
             loader = AuditedSampler(loader, run=run, **options)
         batches = []
         for epoch in range(epochs):
-            if hasattr(loader.dataset, "set_epoch"):
+            if hasattr(getattr(loader, "dataset", None), "set_epoch"):
                 loader.dataset.set_epoch(epoch)
             batches.append(list(loader))
         try:
@@ -131,7 +131,7 @@ def assert_recorded_as_received(
     audited = AuditedSampler(loader, run=run, optimizer=optimizer, **options)
     log: list[tuple[Any, ...]] = []
     for epoch in range(epochs):
-        if hasattr(audited.dataset, "set_epoch"):
+        if hasattr(getattr(audited, "dataset", None), "set_epoch"):
             audited.dataset.set_epoch(epoch)
         log += train(audited, optimizer, truth, first_step=log[-1][0] + 1 if log else 0)
     audited.close()
@@ -145,7 +145,7 @@ def numbers(column: Any) -> Sequence[int]:
     return [int(tokens[0]) for tokens in column]
 
 
-def run_pipeline(name: str, out: Path, *arguments: str, steps: int = 60) -> Run:
+def run_pipeline(name: str, out: Path, *arguments: str, steps: int = 20) -> Run:
     """Run an example as a user would; returns the run that it recorded."""
     script = Path(__file__).parents[2] / "pipelines" / name
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import pickle
 import time
@@ -471,3 +472,51 @@ def test_iteration_begins_when_it_would_without_us(tmp_path: Path) -> None:
     (bare, bare_number), (audited, audited_number) = drawn(audited=False), drawn(audited=True)
     assert_equal_batches(audited, bare)
     assert torch.equal(audited_number, bare_number)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [default_collate, own_collate])
+def test_further_columns_are_kept_on_request(workers: int, collate: Any, tmp_path: Path) -> None:
+    loader = AuditedSampler(
+        DataLoader(Documents(), batch_size=8, num_workers=workers, collate_fn=collate),
+        run=tmp_path / "run",
+        columns=["index", "no such"] if collate is own_collate else ["index"],
+    )
+    list(loader)
+    loader.close()
+    samples = Run.open(tmp_path / "run").scan("samples").sort("key").collect()
+    kept = [json.loads(text) for text in samples["columns"]]
+    assert [one["index"] for one in kept] == list(range(N))
+    assert all(one.get("no such") is None for one in kept)
+
+
+def test_scores_of_the_latest_batch_are_at_hand_for_the_loop(tmp_path: Path) -> None:
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=14), run=tmp_path / "run")
+    assert loader.last is None
+    for number, _ in enumerate(loader):
+        assert loader.flush()
+        scores = loader.last
+        assert scores is not None
+        assert scores["batch"] == number
+        assert scores["key"].tolist() == list(range(14 * number, 14 * number + 14))
+        assert scores["dup_batch"][7] == 1.0  # every seventh repeats the first
+        assert scores["dup_run"][7] == 2 * number + 1
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ids_alone_are_recorded_without_scores_and_in_fewer_bytes(
+    workers: int, tmp_path: Path
+) -> None:
+    for duplication in (True, False):
+        loader = AuditedSampler(
+            DataLoader(Documents(), batch_size=8, num_workers=workers),
+            run=tmp_path / str(duplication),
+            duplication=duplication,
+        )
+        list(loader)
+        loader.close()
+    table = exposures(tmp_path / "False")
+    assert table["duplication"].null_count() == table["dup_run"].null_count() == N
+    identity = ["sample_id", "source", "n_tokens", "batch", "position", "state"]
+    assert table.select(identity).equals(exposures(tmp_path / "True").select(identity))

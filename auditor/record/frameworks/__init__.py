@@ -1,0 +1,1 @@
+"""Recording where a framework owns the loop: one line each."""
