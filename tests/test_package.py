@@ -81,6 +81,7 @@ def test_every_command_has_help_with_an_example() -> None:
         "exposures",
         "replay-order",
         "report",
+        "sketch",
         "verify",
     ]
     for name, command in commands(main):

@@ -278,8 +278,8 @@ def test_slow_recorder_holds_no_more_samples_than_its_budget(
     loader = AuditedSampler(DataLoader(data, batch_size=4), run=tmp_path / "run")
     recorder = recorder_for(tmp_path / "run")
     hang = threading.Event()
-    append = recorder._append
-    monkeypatch.setattr(recorder, "_append", lambda *args: (hang.wait(), append(*args)))
+    idle = recorder._background._idle
+    monkeypatch.setattr(recorder._background, "_idle", lambda empty: hang.wait() and idle(empty))
     assert len(list(loader)) == 100
     assert recorder._bytes_in - recorder._bytes_out <= 2**20
     assert recorder.counts["batches_without_content"] >= 90
