@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_FLAGS ?=
 
-STACKS := accelerate fabric lightning transformers torchdata webdataset mosaic
+STACKS := accelerate fabric lightning transformers torchdata webdataset
 
 .SECONDARY:
 .PHONY: demo test test-stacks check format clean

@@ -7,10 +7,13 @@ use one does not pay for it, and a process that has loaded polars must not fork 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 
 def is_a(value: Any, module: str, name: str) -> bool:
@@ -21,12 +24,53 @@ def is_a(value: Any, module: str, name: str) -> bool:
     )
 
 
+class Origin(Protocol):
+    """Where a sample was read from."""
+
+    @property
+    def number(self) -> int:
+        """Its row in the shard, or in the table of a dataset that has no shards."""
+
+    @property
+    def shard(self) -> str | None: ...
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its index is a position only, and ``number`` is what tells it."""
+
+    def get(self, name: str) -> Any:
+        """The value of a column that the sample may not show, None where there is none."""
+
+
+class Origins(Protocol):
+    """Where the samples of a batch were read from, looked up when asked for."""
+
+    @property
+    def is_one_table(self) -> bool:
+        """Whether shard and number of a row are enough to tell it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int) -> Origin | None:
+        """Of the batch's sample at ``position``; None where it is not known."""
+
+
+def origins_of(dataset: Any, indices: Sequence[Any] | None) -> Origins | None:
+    """What a dataset knows about the samples at these indices, None where it knows no more."""
+    if dataset is None or indices is None:
+        return None
+    if is_streaming(dataset):
+        return ShardRows(dataset, indices)
+    return TableRows(dataset, indices) if _has_table(dataset) else None
+
+
 class TableRow:
     """One row of a table of Arrow columns; values are fetched by name, one at a time."""
 
     def __init__(self, table: Any, number: int, is_mapped: bool) -> None:
         self._table = table
         self.number = number
+        self.shard: str | None = None
         self.is_mapped = is_mapped
 
     def get(self, name: str) -> Any:
@@ -49,16 +93,8 @@ class TableRows:
         self._dataset = dataset
         self._indices = indices
 
-    @classmethod
-    def of(cls, dataset: Any, indices: Sequence[Any] | None) -> TableRows | None:
-        """The rows at these indices of a dataset, None where it has no table."""
-        if dataset is None or indices is None or not _has_table(dataset):
-            return None
-        return cls(dataset, indices)
-
     @property
     def is_one_table(self) -> bool:
-        """Whether the number of a row is enough to tell it."""
         inner = self._dataset
         while type(inner) is Subset:
             inner = inner.dataset
@@ -68,7 +104,6 @@ class TableRows:
         return len(self._indices)
 
     def __getitem__(self, position: int) -> TableRow | None:
-        """The row of the batch's sample at ``position``; None where that one has no table."""
         dataset: Any = self._dataset
         index = int(self._indices[position])
         while not _is_table(dataset):
@@ -100,3 +135,122 @@ def _has_table(dataset: Any) -> bool:
     if type(dataset) is ConcatDataset:
         return any(_has_table(one) for one in dataset.datasets)
     return _is_table(dataset)
+
+
+def shards_of(dataset: Any) -> list[str]:
+    """The data files that a dataset names as its ``shards``, or a ``StreamingDataset`` reads."""
+    shards = getattr(dataset, "shards", None)
+    if not isinstance(shards, list | tuple):
+        return []
+    if is_streaming(dataset):
+        return [_file_of(shard) for shard in shards]
+    return [os.fspath(one) for one in shards if isinstance(one, str | os.PathLike)]
+
+
+def _file_of(shard: Any) -> str:
+    file, _ = shard.file_pairs[0]
+    return str(Path(shard.dirname, shard.split or "", file.basename))
+
+
+def is_streaming(dataset: Any) -> bool:
+    """Whether it is a ``StreamingDataset`` of MosaicML, or one of a class derived from it."""
+    return is_a(dataset, "streaming", "StreamingDataset")
+
+
+@dataclass(frozen=True)
+class ShardRow:
+    """A sample of a shard file; of several streams, each is a source."""
+
+    number: int
+    shard: str
+    source: str | None
+    is_mapped: bool = False
+
+    def get(self, name: str) -> Any:
+        return self.source if name == "source" else None
+
+
+class ShardRows:
+    """The shards that the samples of a MosaicML ``StreamingDataset`` lie in, by their index."""
+
+    is_one_table = True
+
+    def __init__(self, dataset: Any, indices: Sequence[Any]) -> None:
+        self._dataset = dataset
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, position: int) -> ShardRow:
+        dataset = self._dataset
+        number, row = dataset.spanner[int(self._indices[position])]
+        source = None
+        if len(dataset.streams) > 1:
+            stream = dataset.streams[dataset.stream_per_shard[number]]
+            source = str(stream.remote or stream.local)
+        return ShardRow(int(row), _file_of(dataset.shards[number]), source)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A sample of an iterable dataset, and the index it was read by; None where that is unclear."""
+
+    sample: Any
+    index: int | None
+
+
+class NumberedStream(IterableDataset):
+    """A MosaicML ``StreamingDataset`` whose samples bring their index; all else is the original.
+
+    Its ``__iter__`` maps ``self.__getitem__`` over the indices of this worker. That method is
+    looked up once, with the first sample, and what stands in for it then is gone at once: a loop
+    that reads samples by index meets the original. A subclass that makes one sample of several
+    says nothing about their indices, and none is claimed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["_dataset"] = dataset
+
+    def __iter__(self) -> Iterator[Numbered]:
+        dataset = self._dataset
+        read: list[int] = []
+        original = dataset.__getitem__
+
+        def reading(index: Any) -> Any:
+            read.append(index)
+            return original(index)
+
+        vars(dataset)["__getitem__"] = reading
+        try:
+            samples = iter(dataset)
+            sample = next(samples, _END)
+        finally:
+            vars(dataset).pop("__getitem__", None)
+        while sample is not _END:
+            yield Numbered(sample, int(read[0]) if len(read) == 1 else None)
+            read.clear()
+            sample = next(samples, _END)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The original's: loaders of the library ask for it before they keep its state."""
+        return type(self.__dict__["_dataset"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __reduce__(self) -> Any:
+        return NumberedStream, (self._dataset,)
+
+
+_END = object()

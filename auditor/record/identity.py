@@ -16,7 +16,7 @@ from auditor.errors import IdentityError
 from auditor.ledger import NULL
 from auditor.measure.sketch import exact_hash, exact_hash_tokens
 from auditor.record.batches import Columns
-from auditor.record.datasets import TableRow, TableRows
+from auditor.record.datasets import Origin, Origins
 from auditor.schema import ID_COLUMNS, KEY_SHIFT, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
 
 SHARD_COLUMNS: Final = ("shard", "__url__")
@@ -93,7 +93,7 @@ def describe(
     *,
     dataset: int = 0,
     columns: Sequence[str] = (),
-    table: TableRows | None = None,
+    table: Origins | None = None,
 ) -> Described:
     """Locate the samples of a batch by the locator where given, then by their columns.
 
@@ -138,7 +138,7 @@ class _Lazy(Sequence[Any]):
         return self._value(position)
 
 
-def _from_table(found: Described, table: TableRows | None) -> Described:
+def _from_table(found: Described, table: Origins | None) -> Described:
     """The columns that the samples do not show, from the table that they were read from."""
     if table is None:
         return found
@@ -158,7 +158,7 @@ def _from_table(found: Described, table: TableRows | None) -> Described:
     return replace(found, **hidden)
 
 
-def _of_row(table: TableRows, position: int, own_rows: bool) -> Located:
+def _of_row(table: Origins, position: int, own_rows: bool) -> Located:
     """What the table says about a sample; where it names neither id nor shard, its row does."""
     row = table[position]
     if row is None:
@@ -167,7 +167,7 @@ def _of_row(table: TableRows, position: int, own_rows: bool) -> Located:
     shard = _first_of(row, SHARD_COLUMNS)
     if table.is_one_table:
         if number is None and shard is None and own_rows:
-            number = row.number
+            number, shard = row.number, row.shard
         if sample_id is None and row.is_mapped:
             sample_id = row.number
     return Located(sample_id=sample_id, source=_first_of(row, ("source",)), shard=shard, row=number)
@@ -282,7 +282,7 @@ def _column(samples: Sequence[Any], present: set[Any], *names: str) -> list[Any]
     return None if all(value is None for value in values) else values
 
 
-def _first_of(sample: Mapping[Any, Any] | TableRow, names: Sequence[str]) -> Any:
+def _first_of(sample: Mapping[Any, Any] | Origin, names: Sequence[str]) -> Any:
     meta = sample.get("meta")
     holders = (sample, meta) if isinstance(meta, Mapping) else (sample,)
     for name in names:
@@ -348,7 +348,7 @@ def _one_by_one(
     locator: Locator | None,
     dataset: int,
     further: Sequence[str | None] | None,
-    table: TableRows | None,
+    table: Origins | None,
 ) -> Described:
     by_index = _index_keys(indices, dataset)
     keys, located, positions = [], [], []
@@ -394,7 +394,7 @@ def _one_by_one(
     )
 
 
-def _further(sample: Any, names: Sequence[str], row: TableRow | None) -> str | None:
+def _further(sample: Any, names: Sequence[str], row: Origin | None) -> str | None:
     """The named columns of a sample as JSON; what JSON cannot hold, as text."""
     if not isinstance(sample, Mapping):
         return None

@@ -136,13 +136,14 @@ class GradeMonitor:
 
         Args:
             loss: the step's loss, a scalar; not synchronised.
-            optimizer: gives the learning rate, and tells trained steps from discarded ones.
+            optimizer: gives the learning rate, and tells trained steps from discarded ones. With
+                one that Accelerate prepared, calls on micro-batches that close no step do nothing.
             step: the loop's own step number; by default steps are counted from 0.
             grad_norm: the norm before clipping, as ``clip_grad_norm_`` returns it. Without it the
                 norm is taken on sampled steps only.
             sample_loss: per-sample losses, [samples since the last step], kept with the exposures.
         """
-        if self._closed:
+        if self._closed or _is_accumulating(optimizer):
             return
         try:
             if self._recorder.closed:  # by the sampler's close(): training goes on, so do we
@@ -389,6 +390,12 @@ def _no_hook() -> Callable[..., None]:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def _is_accumulating(optimizer: Any) -> bool:
+    """Whether Accelerate's optimizer lets ``step()`` and ``zero_grad()`` of this micro-batch pass
+    without effect, as it does inside ``accumulate``."""
+    return not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -32,6 +32,7 @@ from auditor.files import sha256
 from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
 from auditor.measure.agreement import similarity
 from auditor.record.background import QUEUE_TASKS, Background, Task
+from auditor.record.datasets import shards_of
 from auditor.record.duplication import DuplicationScorer, Scores
 from auditor.record.exposures import ExposureBuffer
 from auditor.record.samples import SampleLedger
@@ -507,7 +508,7 @@ class Recorder:
         fingerprint = getattr(dataset, "_fingerprint", None)
         if isinstance(fingerprint, str):
             facts["fingerprint"] = fingerprint
-        shards = [Path(str(shard)).absolute() for shard in getattr(dataset, "shards", None) or ()]
+        shards = [Path(shard).absolute() for shard in shards_of(dataset)]
         self.submit(lambda: self._note_dataset(facts, shards), what="facts")
 
     def _note_dataset(self, facts: dict[str, Any], shards: list[Path]) -> None:

@@ -22,6 +22,7 @@ from auditor.record.tagging import (
     SentTag,
     Tag,
     has_untagged_workers,
+    paired,
     restart_workers,
     tagging_copy,
 )
@@ -136,7 +137,10 @@ class AuditedSampler:
     def _tagging(self, loader: Any) -> Any:
         if not self._tagged:
             return loader
-        return (tagging_view if is_prepared(loader) else tagging_copy)(loader, self._describer)
+        if is_prepared(loader):
+            return tagging_view(loader, self._describer)
+        tagged = tagging_copy(loader, self._describer)
+        return paired(tagged) if isinstance(tagged, DataLoader) else tagged
 
     def __iter__(self) -> Iterator[Any]:
         self._open()

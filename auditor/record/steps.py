@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 WATCHED_PARAMETERS: Final = 3
 """Parameters of an optimizer whose gradients are watched: the first, the last, one between."""
@@ -54,7 +55,7 @@ class OptimizerWatch:
         self._optimizer = weakref.ref(optimizer)
         self._cleared = cleared
         self._failed = failed
-        self._gradients: dict[int, weakref.ref[Tensor]] = {}
+        self._gradients: set[int] = set()  # of the parameters that have one since the last step
         # A step with a closure may clear and compute gradients again and again: those it computed
         # itself are part of it.
         self._in_step = self._produced_in_step = False
@@ -72,7 +73,7 @@ class OptimizerWatch:
 
         def after_backward(parameter: Tensor) -> None:
             try:
-                self._notice_new_gradient(parameter)
+                self._gradients.add(id(parameter))
                 self._produced_in_step = self._in_step
                 produced()
             except Exception as error:
@@ -88,26 +89,38 @@ class OptimizerWatch:
         self._handles += [
             one.register_post_accumulate_grad_hook(after_backward) for one in self._parameters
         ]
+        self._handles += [one.register_hook(self._before_backward(one)) for one in self._parameters]
         self._watch_zero_grad(optimizer)
 
     def _clear(self) -> None:
         if not (self._in_step and self._produced_in_step):
             self._cleared()
 
-    def _notice_new_gradient(self, parameter: Tensor) -> None:
-        """A gradient that is another tensor than a backward ago: the old one was cleared."""
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        known = self._gradients.get(id(parameter))
-        if known is not None and known() is not gradient:
-            self._gradients.clear()  # the other parameters' gradients are as new
-            self._clear()
-        self._gradients[id(parameter)] = weakref.ref(gradient)
+    def _before_backward(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        watched = weakref.ref(parameter)
+
+        @unserializable_hook
+        def hook(_: Tensor) -> None:
+            """A gradient is about to be made where one was: the old one was cleared by hand.
+
+            Told by its absence. Another tensor in its place may be the same gradient: data
+            parallelism exchanges gradients for views of its buckets.
+            """
+            try:
+                one = watched()
+                if one is not None and one.grad is None and id(one) in self._gradients:
+                    self._gradients.clear()  # the other parameters' gradients are as new
+                    self._clear()
+            except Exception as error:
+                self._failed("gradient hook", error)
+
+        return hook
 
     def notice_gradients_gone(self) -> None:
         """To be called when the next batch arrives: were the gradients cleared by hand?"""
-        if self._gradients and all(known() is None for known in self._gradients.values()):
+        if self._gradients and all(
+            one.grad is None for one in self._parameters if id(one) in self._gradients
+        ):
             self._gradients.clear()
             self._clear()
 

@@ -8,9 +8,10 @@ and the loop is handed the batch it would have had.
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from auditor.errors import IdentityError
 from auditor.measure.compact import WORDS, compact
 from auditor.record.batches import Columns, Rows, n_rows
-from auditor.record.datasets import TableRows
+from auditor.record.datasets import Numbered, NumberedStream, is_streaming, origins_of
 from auditor.record.identity import Described, Locator, Parts, describe, keys_alone
 from auditor.record.lookup import Lookup
 from auditor.record.samples import SampleLedger
@@ -134,7 +135,7 @@ class Describer:
             self._locator,
             dataset=self._dataset,
             columns=self._columns,
-            table=TableRows.of(self._read, raw.indices),
+            table=origins_of(self._read, raw.indices),
         )
 
     def columns_of(self, batch: Any, n: int | None) -> Columns | None:
@@ -273,6 +274,10 @@ class TaggingCollate:
         samples, indices = data, None
         if isinstance(data, _Fetched):
             samples, indices = data.samples, data.indices
+        elif isinstance(data, Numbered):
+            samples, indices = data.sample, _indices([data])
+        elif self._batched and data and isinstance(data[0], Numbered):
+            samples, indices = [one.sample for one in data], _indices(data)
         if get_worker_info() is not None:
             # The tag first: a collate function may change what it is given.
             described = self.describer.tag(self._raw(samples, indices))
@@ -298,6 +303,12 @@ class TaggingCollate:
 
 def _own(sample: Any) -> Any:
     return copy.copy(sample) if isinstance(sample, dict | list) else sample
+
+
+def _indices(numbered: Sequence[Numbered]) -> list[Any] | None:
+    """The indices of samples, None where one of them is not known."""
+    indices = [one.index for one in numbered]
+    return None if None in indices else indices
 
 
 def beside(batch: Any, tag: Tag | RawTag) -> tuple[Any, Tag | RawTag]:
@@ -352,7 +363,7 @@ def tagging_copy(
     tagged = copy.copy(loader)
     inner = vars(loader).get("_dataloader")  # of Fabric
     if isinstance(inner, DataLoader):
-        tagged.__dict__["_dataloader"] = tagging_copy(inner, describer, attach)
+        tagged.__dict__["_dataloader"] = paired(tagging_copy(inner, describer, attach))
         return tagged
     tagged._iterator = None  # of persistent workers that were started without tags
     batched = loader.batch_sampler is not None
@@ -361,6 +372,8 @@ def tagging_copy(
         tagged.__dict__["dataset"] = _IndexedDataset(loader.dataset, batched)
     else:
         batched = batched or loader.batch_size is not None
+        if is_streaming(loader.dataset):
+            tagged.__dict__["dataset"] = NumberedStream(loader.dataset)
     tagged.collate_fn = TaggingCollate(loader.collate_fn, describer, batched, attach)
     if has_untagged_workers(loader):
         tagged.__dict__["_initial_iter_for_state_dict"] = False
@@ -398,3 +411,75 @@ def restart_workers(loader: Any) -> None:
     if _is_started(loader):
         loader.load_state_dict(loader.state_dict())
     loader._iterator = None
+
+
+def paired(tagged: Any) -> Any:
+    """A tagging loader whose class iterates in a way of its own, made to see batches without tags.
+
+    Such a class counts what it yields, moves it, changes it: it would do so with a pair.
+    """
+    owner = next(kind for kind in type(tagged).__mro__ if "__iter__" in vars(kind))
+    ours = owner.__module__.split(".")[0] in {"torch", "torchdata"}  # they look at no batch
+    return tagged if ours else PairedLoader(tagged)
+
+
+class PairedLoader:
+    """A tagging loader of another class: its batches and their tags meet again behind it.
+
+    Yields pairs, as :func:`beside` makes them. A batch that comes out as it went in is told by
+    that; one that was changed on the way is taken for the first that has not come out.
+    """
+
+    def __init__(self, tagged: DataLoader) -> None:
+        self.__dict__.update(_tagged=tagged, _between=collections.deque())
+        fetch = tagged._get_iterator
+        vars(tagged)["_get_iterator"] = lambda: _Untagging(fetch(), self._between)
+
+    def __iter__(self) -> Iterator[tuple[Any, Tag | RawTag]]:
+        self._between.clear()
+        return map(self._pair, iter(self._tagged))
+
+    def _pair(self, batch: Any) -> tuple[Any, Tag | RawTag]:
+        between = self._between
+        while any(one is batch for one, _ in between):
+            one, tag = between.popleft()  # those before it were left out
+            if one is batch:
+                return batch, tag
+        if between and _n_samples(between[0][0]) == _n_samples(batch):
+            return batch, between.popleft()[1]
+        return batch, Tag.of_failure(
+            IdentityError(
+                f"{type(self._tagged).__name__} yields other batches than its workers made",
+                remedy="Wrap the loader inside it, or call AuditedSampler.record in the loop",
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self._tagged)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_tagged"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._tagged, name, value)
+
+
+class _Untagging:
+    """An iterator of a tagging loader that keeps the tags back, with their batches."""
+
+    def __init__(self, pairs: Any, between: collections.deque[tuple[Any, Any]]) -> None:
+        self.__dict__.update(_pairs=pairs, _between=between)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, tag = next(self._pairs)
+        self._between.append((batch, tag))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_pairs"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._pairs, name, value)

@@ -421,18 +421,20 @@ def test_sampler_is_ahead_of_the_loop_and_the_record_is_not(tmp_path: Path) -> N
 
 
 class Failing(Documents):
-    """Sample 20 cannot be read; sample 44 takes its worker with it."""
+    """Sample 20 cannot be read; where ``deadly``, sample 44 takes its worker with it."""
+
+    deadly = False
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == 20:
             raise OSError("sample 20 is damaged")
-        if index == 44:
+        if index == 44 and self.deadly:
             os._exit(1)
         return super().__getitem__(index)
 
 
 def log_of_iteration(loader: Any) -> list[str]:
-    """What arrives when the loop carries on after an exception, until a worker dies."""
+    """What arrives when the loop carries on after an exception, to the end or a worker's death."""
     names: list[str] = []
     iterator = iter(loader)
     while True:
@@ -440,20 +442,35 @@ def log_of_iteration(loader: Any) -> list[str]:
             names += received(next(iterator))
         except OSError:
             names.append("damaged")
-        except RuntimeError:  # the worker is gone
+        except StopIteration:
+            return names
+        except RuntimeError:
             return [*names, "dead"]
 
 
-def test_worker_that_fails_or_dies_costs_the_loop_what_it_would_have(tmp_path: Path) -> None:
+def test_sample_that_cannot_be_read_costs_the_loop_what_it_would_have(tmp_path: Path) -> None:
     def loader() -> DataLoader:
         return DataLoader(Failing(), batch_size=8, num_workers=2)
 
     audited = AuditedSampler(loader(), run=tmp_path / "run")
-    iterating = log_of_iteration(audited)
+    log = log_of_iteration(audited)
     audited.close()
-    assert iterating == log_of_iteration(loader())
+    assert log.count("damaged") == 1
+    assert log == log_of_iteration(loader())
     assert exposures(tmp_path / "run")["sample_id"].to_list() == [
-        name for name in iterating if name.startswith("doc-")
+        name for name in log if name != "damaged"
+    ]
+
+
+def test_worker_that_dies_ends_the_loop_and_what_came_before_is_recorded(tmp_path: Path) -> None:
+    dataset = Failing()
+    dataset.deadly = True
+    audited = AuditedSampler(DataLoader(dataset, batch_size=8, num_workers=2), run=tmp_path / "run")
+    log = log_of_iteration(audited)
+    audited.close()
+    assert log.pop() == "dead"
+    assert exposures(tmp_path / "run")["sample_id"].to_list() == [
+        name for name in log if name != "damaged"
     ]
 
 
