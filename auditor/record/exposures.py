@@ -44,9 +44,7 @@ class ExposureBuffer:
         facts = len(self._batches), len(self._steps), len(self._scores), len(self._losses)
         return max(facts) >= FLUSH_BATCHES
 
-    def add_batch(
-        self, batch: int, state: str, keys: np.ndarray, parts: Parts | None
-    ) -> None:
+    def add_batch(self, batch: int, state: str, keys: np.ndarray, parts: Parts | None) -> None:
         """A batch with its keys i64 [n]; their parts where rows pack several samples."""
         self._batches.append((batch, STATES.index(state), keys, parts))
 

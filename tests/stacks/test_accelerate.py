@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ TRAININGS = [
     (kind, name)
     for kind, other in ((ALONE, PAIR), (PAIR, ALONE))
     for name in SCENARIOS
-    if name not in ONLY_FOR[other] and name != "killed"
+    if name not in ONLY_FOR[other]
+    and name != "killed"
+    and (find_spec("torchdata") or not name.startswith("stateful"))
 ]
 of_all_trainings = pytest.mark.parametrize(
     ("kind", "name"), TRAININGS, ids=[" ".join(one) for one in TRAININGS]

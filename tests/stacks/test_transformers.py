@@ -157,6 +157,7 @@ def test_record_is_what_losses_were_computed_of_and_training_is_the_same(
     assert exposed["step"].max() == trainer.state.global_step - 1
     sources = ["ab"[int(name.removeprefix("doc-")) % 2] for name in exposed["sample_id"]]
     assert exposed["source"].to_list() == sources
+    assert exposed["duplication"].null_count() == 0
     assert_no_gaps(tmp_path / "run")
 
 

@@ -32,7 +32,7 @@ from auditor.errors import IdentityError
 from auditor.record.datasets import is_a
 from auditor.record.identity import Located, Locator
 from auditor.record.monitor import GradeMonitor
-from auditor.record.recorder import Recorder, recorder_for
+from auditor.record.recorder import Recorder, rank_and_world, recorder_for
 from auditor.record.sites import eager, find_blocks
 from auditor.record.steps import inner_optimizer
 from auditor.record.tagging import Describer, RawTag, SendingRows, SentTag, Tag, tagging_copy
@@ -123,7 +123,7 @@ def audited(
 class _Carried(NamedTuple):
     """A batch and its tag on their way through the loader; moved, sliced and joined as tuples are.
 
-    ``tag``: under a dispatching loader a tensor, as :class:`SendingRows` makes it.
+    ``tag``: a tensor, as :class:`SendingRows` makes it, where a rank dispatches to others.
     """
 
     batch: Any
@@ -258,8 +258,10 @@ class _Training:
         attributes = getattr(loader, "__dict__", {})
         inner = attributes.get("base_dataloader")
         if isinstance(inner, DataLoader):  # Accelerate's
-            dispatches = type(loader).__name__ == "DataLoaderDispatcher"
-            attach = _CarriedRows(self._describer) if dispatches else _carried
+            # One that dispatches sends tensors alone; to itself, it passes anything on. That is what
+            # streams come from in one process, whose duplicates can then be scored as ever.
+            sends = type(loader).__name__ == "DataLoaderDispatcher" and rank_and_world()[1] > 1
+            attach = _CarriedRows(self._describer) if sends else _carried
             tagged = {"base_dataloader": tagging_copy(inner, self._describer, attach)}
         elif isinstance(loader, DataLoader):
             attributes_of_copy = vars(tagging_copy(loader, self._describer, _carried))
