@@ -103,7 +103,7 @@ class AuditCallback(Callback):
             called on the probe.
         locator: ``locator(index, sample) -> Located``, as of ``AuditedSampler``.
         columns: further columns of the samples to keep with the record, by name.
-        duplication: whether to score how duplicated each sample is.
+        duplication: whether to score how duplicated each sample is; or a folder of sketches.
 
     Raises:
         ValueError: ``every`` is not positive.
@@ -120,7 +120,7 @@ class AuditCallback(Callback):
         probe_loss: Callable[[Any, Any], Tensor] | None = None,
         locator: Locator | None = None,
         columns: Sequence[str] = (),
-        duplication: bool = True,
+        duplication: bool | str | PathLike[str] = True,
     ) -> None:
         super().__init__()
         if every is not None and every < 1:

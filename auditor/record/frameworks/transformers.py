@@ -20,6 +20,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from transformers import Trainer, TrainerCallback
 from auditor.errors import IdentityError
 from auditor.record.datasets import is_a
 from auditor.record.identity import Located, Locator
+from auditor.record.lookup import Lookup
 from auditor.record.monitor import GradeMonitor
 from auditor.record.recorder import Recorder, rank_and_world, recorder_for
 from auditor.record.sites import eager, find_blocks
@@ -61,7 +63,7 @@ def audited(
     probe_loss: Callable[[nn.Module, Any], Tensor] | None = None,
     locator: Locator | None = None,
     columns: Sequence[str] = (),
-    duplication: bool = True,
+    duplication: bool | str | PathLike[str] = True,
 ) -> _TrainerT:
     """Let a ``Trainer`` record what it trains on, and, with ``every``, grade its model.
 
@@ -88,10 +90,11 @@ def audited(
         locator: ``locator(index, sample) -> Located``, as of ``AuditedSampler``. Of a
             ``datasets.Dataset``, the sample has all columns.
         columns: further columns of the samples to keep with the record, by name.
-        duplication: whether to score how duplicated each sample is.
+        duplication: whether to score how duplicated each sample is; or a folder of sketches.
 
     Raises:
         RunClaimedError: another live process records this run and rank.
+        RunError: ``duplication`` is a folder without sketches.
         TypeError: ``trainer`` is not a ``Trainer``.
         ValueError: the trainer is audited already; ``every`` is not positive, or the model has no
             transformer blocks to monitor.
@@ -153,7 +156,7 @@ class _Audit(TrainerCallback):
         monitor: Mapping[str, Any] | None,
         locator: Locator | None,
         columns: Sequence[str],
-        duplication: bool,
+        duplication: bool | str | PathLike[str],
     ) -> None:
         self._trainer = trainer
         self._run = run
@@ -161,6 +164,7 @@ class _Audit(TrainerCallback):
         self._locator = locator
         self._columns = columns
         self._duplication = duplication
+        self._lookup = None if isinstance(duplication, bool) else Lookup(Path(duplication))
         self._training: _Training | None = None
         self._recorder = self._open()
 
@@ -192,7 +196,12 @@ class _Audit(TrainerCallback):
         locator = self._locator
         if locator is not None and is_a(dataset, "datasets", "Dataset"):
             locator = _LocatorOfRows(locator, dataset)
-        describer = Describer(locator=locator, columns=self._columns, sketching=self._duplication)
+        describer = Describer(
+            locator=locator,
+            columns=self._columns,
+            sketching=self._duplication is not False,
+            lookup=self._lookup,
+        )
         describer.of_attempt(
             recorder.attempt.ledger("samples"), recorder.dataset_number(dataset), dataset
         )
@@ -258,8 +267,8 @@ class _Training:
         attributes = getattr(loader, "__dict__", {})
         inner = attributes.get("base_dataloader")
         if isinstance(inner, DataLoader):  # Accelerate's
-            # One that dispatches sends tensors alone; to itself, it passes anything on. That is what
-            # streams come from in one process, whose duplicates can then be scored as ever.
+            # One that dispatches to others sends tensors alone. By itself it passes anything on;
+            # streams come from it also then, and their duplicates can be scored as ever.
             sends = type(loader).__name__ == "DataLoaderDispatcher" and rank_and_world()[1] > 1
             attach = _CarriedRows(self._describer) if sends else _carried
             tagged = {"base_dataloader": tagging_copy(inner, self._describer, attach)}
