@@ -20,8 +20,11 @@ test-stacks: $(STACKS:%=test-stack-%)
 
 test-stack-%: .stacks/%/.installed
 	mkdir -p reports/stacks
-	.stacks/$*/bin/python -m pytest $(PYTEST_FLAGS) tests/stacks/test_$*.py > reports/stacks/$*.txt; \
-	  status=$$?; tail -n 3 reports/stacks/$*.txt; exit $$status
+	.stacks/$*/bin/python -m pip list --format=freeze 2>/dev/null \
+	  | grep -E "^(torch|accelerate|lightning|transformers|torchdata|webdataset|datasets)==" \
+	  > reports/stacks/$*.txt
+	.stacks/$*/bin/python -m pytest -q -W ignore $(PYTEST_FLAGS) tests/stacks/test_$*.py \
+	  >> reports/stacks/$*.txt; status=$$?; tail -n 3 reports/stacks/$*.txt; exit $$status
 
 .stacks/%/.installed: pyproject.toml tests/stacks/requirements/%.txt
 	$(PYTHON) -m venv .stacks/$*
