@@ -1,9 +1,9 @@
 """One background thread: what the training thread leaves to it, in order, within bounds.
 
-The training thread appends to a queue and never waits. The background thread takes tasks off at
-once: samples that wait are objects which the garbage collector has to visit. Between tasks it
-sleeps for a moment, so that a training thread waiting for the interpreter lock gets it there and
-not after CPython's switch interval of 5 ms.
+The training thread appends to a queue; it neither waits nor wakes anybody. The background thread
+looks for tasks now and then, but often: samples that wait are objects which the garbage collector
+has to visit. Between tasks it sleeps for a moment, so that a training thread waiting for the
+interpreter lock gets it there and not after CPython's switch interval of 5 ms.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import Final
 QUEUE_TASKS: Final = 1024
 """Tasks that may wait for the background thread."""
 
-POLL_S: Final = 0.1
-"""How often the thread looks whether something is due though no task has come."""
+BUSY_POLL_S: Final = 0.005
+IDLE_POLL_S: Final = 0.05
+IDLE_AFTER_S: Final = 1.0
+"""How often the thread looks for tasks: while they come, and when none has come for a while. To be
+woken for each would cost the training thread more than the rest of the record."""
 
 YIELD_S: Final = 50e-6
 
@@ -58,7 +61,7 @@ class Background:
         if n_waiting >= QUEUE_TASKS:
             return False
         self._tasks.append(task)
-        if n_waiting == 0:
+        if n_waiting >= QUEUE_TASKS // 4 and not self._wake.is_set():
             self._wake.set()
         return True
 
@@ -76,8 +79,10 @@ class Background:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        busy = time.monotonic()
         while True:
             if self._tasks:
+                busy = time.monotonic()
                 self._run(self._tasks.popleft())
                 self._run_idle(empty=False)
                 time.sleep(YIELD_S)
@@ -87,7 +92,8 @@ class Background:
             elif self._stopping and not self._tasks:
                 return
             else:
-                self._wake.wait(POLL_S)
+                idle = time.monotonic() - busy > IDLE_AFTER_S
+                self._wake.wait(IDLE_POLL_S if idle else BUSY_POLL_S)
                 self._wake.clear()
 
     def _run(self, task: Task) -> None:
