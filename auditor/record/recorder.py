@@ -59,6 +59,9 @@ SYNC_S: Final = 2.0
 CLOSE_S: Final = 30.0
 """How long closing waits for the background thread before it gives the rest up."""
 
+PENDING_BATCHES: Final = 65_536
+"""Batches that one step may close over; older ones stay delivered."""
+
 HASHED_SHARDS_BYTES: Final = 2**30
 """Shards are hashed in the background when together they are no larger than this."""
 
@@ -171,6 +174,9 @@ class Recorder:
         self._n_batches += 1
         if state == "delivered":
             self._pending.append(batch)
+            if len(self._pending) > PENDING_BATCHES:  # nobody closes steps
+                del self._pending[: PENDING_BATCHES // 2]
+                self._n_with_gradients = min(self._n_with_gradients, len(self._pending))
         if not isinstance(tag, RawTag):
             self.submit(functools.partial(self._write_tag, batch, tag, state), what="batches")
             return batch
