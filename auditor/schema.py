@@ -26,6 +26,7 @@ EXPOSURES_VERSION: Final = 1
 """Version of the JSON that ``auditor exposures --json`` prints."""
 
 ID_COLUMNS: Final = ("id", "sample_id", "__key__")
+SHARD_COLUMNS: Final = ("shard", "__url__")
 TEXT_COLUMNS: Final = ("text",)
 TOKEN_COLUMNS: Final = ("input_ids", "tokens")
 MASK_COLUMN: Final = "attention_mask"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from auditor.schema import ID_COLUMNS, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
+from auditor.schema import ID_COLUMNS, MASK_COLUMN, SHARD_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
 
 
 class Columns:
@@ -51,7 +51,7 @@ class Columns:
                 "mask": batch.get(MASK_COLUMN),
                 "sample_id": _first(batch, *ID_COLUMNS),
                 "source": _first(batch, "source"),
-                "shard": _first(batch, "shard", "__url__"),
+                "shard": _first(batch, *SHARD_COLUMNS),
                 "row": _first(batch, "row"),
             }
         else:

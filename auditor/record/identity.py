@@ -17,9 +17,15 @@ from auditor.ledger import NULL
 from auditor.measure.sketch import exact_hash, exact_hash_tokens
 from auditor.record.batches import Columns
 from auditor.record.datasets import Origin, Origins
-from auditor.schema import ID_COLUMNS, KEY_SHIFT, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
+from auditor.schema import (
+    ID_COLUMNS,
+    KEY_SHIFT,
+    MASK_COLUMN,
+    SHARD_COLUMNS,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+)
 
-SHARD_COLUMNS: Final = ("shard", "__url__")
 PREVIEW_CHARS: Final = 160
 PREVIEW_TOKENS: Final = 24
 
@@ -219,7 +225,7 @@ def _listed(column: Any) -> list[Any] | None:
     return column.tolist() if isinstance(column, torch.Tensor | np.ndarray) else list(column)
 
 
-def keys_alone(indices: Sequence[Any], dataset: int) -> Described:
+def keys_alone(indices: Sequence[Any] | None, dataset: int) -> Described:
     """What is known of samples without their content: raises ``IdentityError`` without indices."""
     keys = _index_keys(indices, dataset)
     if keys is None:

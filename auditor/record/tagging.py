@@ -147,10 +147,6 @@ class Describer:
 
     def keys_alone(self, raw: RawTag) -> Described:
         """Raises ``IdentityError`` where samples have no index to tell them by."""
-        if raw.indices is None:
-            raise IdentityError(
-                "samples without dataset index cannot be told without their content"
-            )
         return keys_alone(raw.indices, self._dataset)
 
     def sketches(self, described: Described) -> np.ndarray:

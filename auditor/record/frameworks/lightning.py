@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from auditor.errors import AuditorError
+from auditor.record.frameworks.exchange import SAVE_WAIT_S, exchange
 from auditor.record.identity import Locator
 from auditor.record.monitor import GradeMonitor, _call, _evaluating
 from auditor.record.recorder import Recorder, recorder_for
@@ -51,10 +52,6 @@ log = logging.getLogger("auditor")
 WAITING_BATCHES: Final = 64
 """Batches handed out and not trained that are kept, per loader. The Trainer fetches one ahead; more
 wait only where it iterates without callbacks, to find a learning rate for instance."""
-
-SAVE_WAIT_S: Final = 0.5
-"""How long a checkpoint waits at most until what was recorded before it is written: a training that
-is resumed from it builds on that."""
 
 _HookT = TypeVar("_HookT", bound=Callable[..., Any])
 
@@ -338,21 +335,8 @@ class _Fit:
                 self._warn_of_replaced_sampler(dataloader, prepared)
             return prepared
 
-        self._replace(strategy, "process_dataloader", process_dataloader)
-        self._replace(trainer._data_connector, "_prepare_dataloader", prepare_dataloader)
-
-    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        attributes = vars(owner)
-        previous = attributes.get(name)
-
-        def put_back() -> None:
-            if attributes.get(name) is replacement:
-                del attributes[name]
-                if previous is not None:
-                    attributes[name] = previous
-
-        attributes[name] = replacement
-        self._undo.callback(put_back)
+        exchange(self._undo, strategy, "process_dataloader", process_dataloader)
+        exchange(self._undo, trainer._data_connector, "_prepare_dataloader", prepare_dataloader)
 
     def _lent(self, loader: Any) -> Any:
         if isinstance(loader, _LentLoader):  # in a CombinedLoader that is given again

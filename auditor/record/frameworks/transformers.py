@@ -31,6 +31,7 @@ from transformers import Trainer, TrainerCallback
 
 from auditor.errors import IdentityError
 from auditor.record.datasets import is_a
+from auditor.record.frameworks.exchange import SAVE_WAIT_S, exchange
 from auditor.record.identity import Located, Locator
 from auditor.record.lookup import Lookup
 from auditor.record.monitor import GradeMonitor
@@ -43,10 +44,6 @@ log = logging.getLogger("auditor")
 
 COMPARED_ROWS: Final = 16
 """Rows by which a dataset is known to be another one without some of its columns."""
-
-SAVE_WAIT_S: Final = 0.5
-"""How long a checkpoint waits at most until what was recorded before it is written: a training that
-is resumed from it builds on that."""
 
 _LOOPS: Final = ("_inner_training_loop", "_run_epoch")
 """Methods of the Trainer that iterate its loader."""
@@ -308,21 +305,8 @@ class _Training:
                 self._add_loss(loss)
             return loss
 
-        self._replace(trainer, "get_batch_samples", fetch)
-        self._replace(trainer, "training_step", step)
-
-    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        attributes = vars(owner)
-        previous = attributes.get(name)
-
-        def put_back() -> None:
-            if attributes.get(name) is replacement:
-                del attributes[name]
-                if previous is not None:
-                    attributes[name] = previous
-
-        attributes[name] = replacement
-        self._undo.callback(put_back)
+        exchange(self._undo, trainer, "get_batch_samples", fetch)
+        exchange(self._undo, trainer, "training_step", step)
 
     def _notice_replaced(self, result: Any) -> None:
         """A subclass may make new batches of those it fetched; as many, in order, are the same."""
@@ -380,7 +364,7 @@ class _Training:
             self._grad_norm = clip(*args, **kwargs)
             return self._grad_norm
 
-        self._replace(trainer.accelerator, "clip_grad_norm_", clip_grad_norm)
+        exchange(self._undo, trainer.accelerator, "clip_grad_norm_", clip_grad_norm)
 
     def _add_loss(self, loss: Any) -> None:
         """The Trainer scales the losses of a window so that their sum is the loss of the step."""
