@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import json
@@ -236,10 +237,14 @@ def keys_alone(indices: Sequence[Any] | None, dataset: int) -> Described:
 def _index_keys(indices: Sequence[Any] | None, dataset: int) -> np.ndarray | None:
     if indices is None:
         return None
-    numbers = indices if set(map(type, indices)) == {int} else [_integer(i) for i in indices]
-    if None in numbers:
-        return None
-    return np.asarray(numbers, dtype=np.int64) + (np.int64(dataset) << KEY_SHIFT)
+    try:
+        numbers = array.array("q", indices)
+    except TypeError:
+        integers = [_integer(index) for index in indices]
+        if None in integers:
+            return None
+        numbers = array.array("q", integers)
+    return np.frombuffer(numbers, np.int64) + (np.int64(dataset) << KEY_SHIFT)
 
 
 def _is_uniform(samples: Sequence[Any]) -> bool:

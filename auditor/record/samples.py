@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numba import njit
 
 from auditor.ledger import NULL, Frame, LedgerWriter
 from auditor.record.identity import Described, preview_of
@@ -34,15 +35,25 @@ class SeenKeys:
 
     def __init__(self) -> None:
         self._keys = np.full(2**_SEEN_BITS, -1, np.int64)
+        self.add(np.zeros(0, np.int64))  # compiled now, or loaded from numba's cache on disk
 
     def add(self, keys: np.ndarray) -> np.ndarray:
         """Remember keys i64 [n]; returns the positions of those not met before, each once."""
-        places = (keys.view(np.uint64) * _SEEN_FACTOR) >> np.uint64(64 - _SEEN_BITS)
-        new = np.flatnonzero(self._keys[places] != keys)
-        if len(new) > 1:
-            new = new[np.sort(np.unique(keys[new], return_index=True)[1])]
-        self._keys[places[new]] = keys[new]
-        return new
+        new = np.empty(len(keys), np.int64)
+        return new[: _add(keys, self._keys, new)]
+
+
+@njit(nogil=True, cache=True)
+def _add(keys, seen, new):  # type: ignore[no-untyped-def]
+    """Enter the keys; positions of the new ones go into ``new``, their number is returned."""
+    n_new = 0
+    for i in range(len(keys)):
+        place = (np.uint64(keys[i]) * _SEEN_FACTOR) >> np.uint64(64 - _SEEN_BITS)
+        if seen[place] != keys[i]:
+            seen[place] = keys[i]
+            new[n_new] = i
+            n_new += 1
+    return n_new
 
 
 class SampleLedger:

@@ -1,0 +1,4 @@
+"""Names that are imported and never used."""
+
+
+class VisionDataset: ...
