@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import zstandard
@@ -130,42 +130,67 @@ class LedgerWriter:
 class LedgerReader:
     """The whole frames of a ledger, in order; ``torn_bytes`` tells what the tail lost.
 
-    Reads a file that is still being written: what is whole now is what there is.
+    Reads a file that is still being written: what is whole now is what there is. While it is read,
+    ``end`` is the byte where the last frame given out ends: a reader that starts there goes on.
+
+    Args:
+        start: the byte where the first frame begins, as ``end`` or :meth:`starts` told; 0: the
+            first frame of the file.
 
     Raises:
         RunError: the file is not a ledger.
         SchemaVersionError: it was written by another version of the format.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, start: int = 0) -> None:
         self.path = path
         self.torn_bytes = 0
+        self.end = max(start, len(MAGIC))
 
     def __iter__(self) -> Iterator[Frame]:
-        size = self.path.stat().st_size
         with self.path.open("rb") as file:
-            magic = file.read(len(MAGIC))
-            if len(magic) < len(MAGIC):  # killed between creation and the magic
-                self.torn_bytes = len(magic)
-                return
-            if magic[:-1] != MAGIC[:-1]:
-                raise RunError(
-                    "not a ledger file",
-                    path=self.path,
-                    remedy="Remove it if it does not belong to this run directory",
-                )
-            if magic[-1] != RUN_VERSION:
-                raise SchemaVersionError(
-                    "ledger", path=self.path, found=magic[-1], expected=RUN_VERSION
-                )
-            whole = len(MAGIC)
-            while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
-                length, crc = _PREFIX.unpack(prefix)
-                if whole + _PREFIX.size + length > size:
-                    break  # also a length that damage made absurd
+            for length, crc in self._prefixes(file):
                 payload = file.read(length)
                 if len(payload) < length or zlib.crc32(payload) != crc:
-                    break
+                    return
+                self._went_past(length)
                 yield _decode(payload)
-                whole += _PREFIX.size + length
-        self.torn_bytes = max(0, size - whole)
+
+    def starts(self) -> Iterator[int]:
+        """The byte where each frame begins, from their lengths alone: no frame is decoded."""
+        with self.path.open("rb") as file:
+            for length, _ in self._prefixes(file):
+                start = self.end
+                file.seek(length, os.SEEK_CUR)
+                self._went_past(length)
+                yield start
+
+    def _prefixes(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
+        """Length and checksum of each frame; the file stands at its payload then."""
+        size = os.fstat(file.fileno()).st_size
+        magic = file.read(len(MAGIC))
+        self.torn_bytes = max(0, size - self.end)
+        if len(magic) < len(MAGIC):  # killed between creation and the magic
+            self.torn_bytes = len(magic)
+            return
+        if magic[:-1] != MAGIC[:-1]:
+            raise RunError(
+                "not a ledger file",
+                path=self.path,
+                remedy="Remove it if it does not belong to this run directory",
+            )
+        if magic[-1] != RUN_VERSION:
+            raise SchemaVersionError(
+                "ledger", path=self.path, found=magic[-1], expected=RUN_VERSION
+            )
+        file.seek(self.end)
+        while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
+            length, crc = _PREFIX.unpack(prefix)
+            if self.end + _PREFIX.size + length > size:
+                return  # also a length that damage made absurd
+            yield length, crc
+
+    def _went_past(self, length: int) -> None:
+        whole = _PREFIX.size + length
+        self.end += whole
+        self.torn_bytes -= whole

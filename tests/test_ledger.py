@@ -66,6 +66,43 @@ def test_ledger_cut_anywhere_yields_a_whole_prefix(tmp_path_factory, frames, dat
     assert reader.torn_bytes == (cut - ends[n_whole] if cut >= len(MAGIC) else cut)
 
 
+@given(frames=FRAMES, data=st.data())
+def test_a_reader_goes_on_where_another_ended(tmp_path_factory, frames, data) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "x.ledger"
+    writer = LedgerWriter(path)
+    for frame in frames:
+        writer.append(frame)
+    writer.close()
+    whole = path.read_bytes()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    end, found = 0, []
+    for cut in [*cuts, len(whole)]:
+        path.write_bytes(whole[:cut])
+        reader = LedgerReader(path, start=end)
+        found += list(reader)
+        end = reader.end
+    assert_equal_frames(found, frames)
+    assert (end, reader.torn_bytes) == (len(whole), 0)
+
+
+def test_starts_are_where_frames_can_be_read_from(tmp_path: Path) -> None:
+    path = tmp_path / "x.ledger"
+    writer = LedgerWriter(path)
+    frames = [Frame("n", {"i": i}, {"v": np.arange(i)}) for i in range(5)]
+    ends = [len(MAGIC)]
+    for frame in frames:
+        writer.append(frame)
+        ends.append(path.stat().st_size)
+    writer.close()
+    with path.open("ab") as file:
+        file.write(b"torn")
+    reader = LedgerReader(path)
+    assert list(reader.starts()) == ends[:-1]
+    assert (reader.end, reader.torn_bytes) == (ends[-1], 4)
+    for i, start in enumerate(ends):
+        assert_equal_frames(list(LedgerReader(path, start=start)), frames[i:])
+
+
 @given(frames=FRAMES.filter(bool), data=st.data())
 def test_ledger_drops_what_follows_a_flipped_bit(tmp_path_factory, frames, data) -> None:
     path = tmp_path_factory.mktemp("ledger") / "x.ledger"
