@@ -134,20 +134,32 @@ SIGNALS: Final[Mapping[str, str]] = {
 }
 
 SIGNAL_NAMES: Final[Mapping[str, str]] = {
-    "token_rank": "rank ratio of a block's output, rows are positions: representation",
+    "token_rank": "rank ratio (k = 20) of a block's output, rows are positions: representation",
+    "token_rank_full": "the same over all singular values",
+    "effective_rank": "exp of the entropy of all singular values of a block's output",
+    "spectral_gap": "largest singular value of a block's output over the second",
+    "segment_rank": "token_rank of the front or the back half of the sequence (column segment)",
+    "residual_similarity": "mean cosine of a block's output to its input; 1: a scaled copy",
     "sample_rank": "rank ratio of one pooled row per sample; at the embedding: input diversity",
     "value_rank": "rank ratio of the attention values, rows are positions",
+    "entropy": "attention entropy of a head in nats",
     "entropy_mean": "attention entropy in nats, mean over heads",
     "entropy_min": "attention entropy in nats, lowest head",
     "entropy_normalised": "attention entropy over the log of the visible keys, mean over heads",
     "entropy_no_sink": "attention entropy in nats without the first key, mean over heads",
+    "heads_fallen": "share of the heads below half of their own median entropy",
     "max_logit": "largest attention logit over heads, queries and keys",
+    "max_abs": "largest magnitude in a block's output",
+    "non_finite": "share of the activations of a site that are NaN or infinite",
     "loss": "training loss of the step",
     "probe_loss": "loss on the held-out probe batch: rises when the model is harmed",
+    "memorisation": "probe loss over the median of the last training losses, nats",
     "grad_norm": "gradient norm before clipping",
     "lr": "learning rate of the first parameter group",
     "grade": "the live grade, 7 to 0",
 }
+"""Each is written per layer where it has one; attention statistics are over 4 samples, 32 queries.
+"""
 
 GRADES: Final[Mapping[str, str]] = {
     "attempt": "i32",

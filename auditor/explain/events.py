@@ -10,7 +10,7 @@ is for the attribution to say. Thresholds were chosen on small byte-level GPTs, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,32 +21,32 @@ from numpy.typing import NDArray
 
 from auditor import schema
 from auditor.explain.grades import graded_kind
-from auditor.measure.grading import WARMUP_SAMPLES, WARMUP_STEPS
+from auditor.measure.baseline import (
+    HISTORY_SAMPLES,
+    INPUT_DEVIATIONS,
+    INPUT_FALL,
+    LONG_HISTORY_SAMPLES,
+    MIN_SAMPLES,
+    PROBE_LOSS_RISE,
+    Baseline,
+    IsBad,
+    below_share,
+    fell_from_median,
+)
+from auditor.measure.grading import DEFAULT_POLICY
 from auditor.run import polars_schema
 
 RATIO_FALL: Final = 0.10
 """Fall of a token rank ratio below its best of the last ``BEST_STEPS``, in two samples running."""
 
 BEST_STEPS: Final = 100
-MIN_BEST_SAMPLES: Final = 10
+MIN_BEST_SAMPLES: Final = MIN_SAMPLES
 """The best is looked for among at least this many samples, however sparse they are."""
-
-INPUT_FALL: Final = 0.10
-INPUT_DEVIATIONS: Final = 3.0
-"""Fall of input diversity below its median, whichever is more; in two samples of three running."""
-
-PROBE_LOSS_RISE: Final = 0.10
-"""Nats above the lowest of the last ``BEST_STEPS``, in two samples running."""
-
-ENTROPY_SHARE: Final = 0.5
-"""Attention entropy below this share of its median so far."""
 
 LOSS_DEVIATIONS: Final = 6.0
 GRAD_DEVIATIONS: Final = 10.0
 GRAD_FACTOR: Final = 5.0
 HISTORY_STEPS: Final = 100
-HISTORY_SAMPLES: Final = 40
-LONG_HISTORY_SAMPLES: Final = 400
 
 EPISODE_STEPS: Final = 100
 """An event this soon after the last sign of the one before belongs to the same episode."""
@@ -103,7 +103,7 @@ def _judged(signals: pl.DataFrame, grades: pl.DataFrame) -> Iterator[_Bad]:
         yield _beyond_best(series, PROBE_LOSS_RISE, highest=False)
     series = _mean(signals, "entropy_fall", "entropy_mean", kind)
     if series is not None:
-        yield _below_share(series, ENTROPY_SHARE)
+        yield _below_share(series)
     for event, signal, spikes in (
         ("loss_spike", "loss", _loss_spikes),
         ("grad_spike", "grad_norm", _gradient_spikes),
@@ -172,7 +172,9 @@ def _mean(signals: pl.DataFrame, event: str, signal: str, kind: str) -> _Series 
 
 
 def _warm(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    return (np.arange(len(steps)) >= WARMUP_SAMPLES) & (steps - steps[:1] >= WARMUP_STEPS)
+    return (np.arange(len(steps)) >= DEFAULT_POLICY.warmup_samples) & (
+        steps - steps[:1] >= DEFAULT_POLICY.warmup_steps
+    )
 
 
 def _twice(bad: NDArray[np.bool_], within: int = 1) -> NDArray[np.bool_]:
@@ -215,46 +217,31 @@ def _beyond_best(series: _Series, margin: float, *, highest: bool) -> _Bad:
 def _against_history(
     series: _Series,
     n: int,
-    is_bad: Callable[[float, float, float], bool],
+    is_bad: IsBad,
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Judge each sample by median and robust deviation of the last n good warm samples before it.
-
-    A sample called bad by ``is_bad(value, median, deviation)`` never enters the history of others.
-    """
-    bad = np.zeros(len(series.values), np.bool_)
-    normal = np.full(len(series.values), np.nan)
-    good: deque[float] = deque(maxlen=n)
-    warm = _warm(series.steps)
-    for i, value in enumerate(series.values):
-        if not np.isfinite(value):
-            continue
-        if len(good) >= MIN_BEST_SAMPLES:
-            past = np.fromiter(good, np.float64, len(good))
-            normal[i] = np.median(past)
-            deviation = 1.4826 * float(np.median(np.abs(past - normal[i])))
-            bad[i] = is_bad(value, float(normal[i]), deviation)
-        if warm[i] and not bad[i]:
-            good.append(value)
-    return bad, normal
+    """Judge each sample by the last n good warm samples before it: bad, and the median."""
+    baseline, warm = Baseline(n), _warm(series.steps)
+    judged = [
+        baseline.judge(float(value), is_bad, keep=bool(keep))
+        for value, keep in zip(series.values, warm, strict=True)
+    ]
+    bad, normal = zip(*judged, strict=True) if judged else ((), ())
+    return np.asarray(bad, np.bool_), np.asarray(normal, np.float64)
 
 
 def _below_median(series: _Series) -> _Bad:
-    def is_bad(value: float, median: float, deviation: float) -> bool:
-        return value <= median - max(INPUT_FALL, INPUT_DEVIATIONS * deviation)
-
+    is_bad = fell_from_median(INPUT_FALL, INPUT_DEVIATIONS)
     bad, normal = _against_history(series, HISTORY_SAMPLES, is_bad)
     return _Bad(series, _twice(bad, within=2), normal, lower_is_worse=True)
 
 
-def _below_share(series: _Series, share: float) -> _Bad:
-    bad, normal = _against_history(
-        series, LONG_HISTORY_SAMPLES, lambda value, median, _: value < share * median
-    )
+def _below_share(series: _Series) -> _Bad:
+    bad, normal = _against_history(series, LONG_HISTORY_SAMPLES, below_share)
     return _Bad(series, _twice(bad), normal, lower_is_worse=True)
 
 
 def _loss_spikes(series: _Series) -> _Bad:
-    def is_bad(value: float, median: float, deviation: float) -> bool:
+    def is_bad(value: float, median: float, deviation: float, _: float) -> bool:
         return value - median >= LOSS_DEVIATIONS * max(deviation, _least_deviation(median))
 
     bad, normal = _against_history(series, HISTORY_STEPS, is_bad)
@@ -263,7 +250,7 @@ def _loss_spikes(series: _Series) -> _Bad:
 
 
 def _gradient_spikes(series: _Series) -> _Bad:
-    def is_bad(value: float, median: float, deviation: float) -> bool:
+    def is_bad(value: float, median: float, deviation: float, _: float) -> bool:
         deviation = max(deviation, _least_deviation(median))
         return value - median >= GRAD_DEVIATIONS * deviation and value >= GRAD_FACTOR * median
 

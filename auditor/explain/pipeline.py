@@ -13,7 +13,7 @@ from auditor.explain.diagnosis import diagnose
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
 from auditor.explain.grades import grades_of
-from auditor.measure.grading import WARMUP_SAMPLES, WARMUP_STEPS
+from auditor.measure.grading import DEFAULT_POLICY
 from auditor.run import Run
 
 
@@ -92,10 +92,11 @@ def _verdict(
 
 
 def _too_short(grades: pl.DataFrame) -> str:
-    needed = WARMUP_SAMPLES + MIN_BEST_SAMPLES + 1
+    n_samples = DEFAULT_POLICY.warmup_samples + MIN_BEST_SAMPLES + 1
+    n_steps = DEFAULT_POLICY.warmup_steps
     return (
-        f"Not judged: {len(grades)} sampled steps; at least {needed}, and {WARMUP_STEPS} steps, "
-        "are needed before an event can be told. Lower every= for a short run."
+        f"Not judged: {len(grades)} sampled steps; at least {n_samples}, and {n_steps} steps, are "
+        "needed before an event can be told. Lower every= for a short run."
     )
 
 

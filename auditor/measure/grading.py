@@ -5,7 +5,7 @@ A block's ratio is the lower of two, each of the block's output with rows as pos
 - the **column** ratio as it is, which keeps its meaning from model to model (outlying dimensions
   do not move it) and falls when the model is damaged, for instance by the learning rate;
 - the **raw** ratio relative to the best it has been lately, scaled so that its best counts as
-  ``HEALTHY_RATIO``: it falls when one direction common to all positions grows, which training on
+  ``healthy_ratio``: it falls when one direction common to all positions grows, which training on
   repeated samples does and which the column ratio hardly sees.
 
 The grade is the scale applied to the lowest block. Taken on the probe where there is one, else on
@@ -17,31 +17,75 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Final
 
-HEALTHY_RATIO: Final = 0.75
-"""Where a block's best raw ratio is put on the absolute scale: the middle of S7's lower half."""
 
-BASELINE_SAMPLES: Final = 100
-"""The best raw ratio is looked for among this many latest samples: slow change is not a fall."""
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Every threshold of grades and alerts; a finished run can be graded again by another one.
 
-WARMUP_SAMPLES: Final = 10
-WARMUP_STEPS: Final = 100
-"""Both must have passed before a grade can alarm: ranks dip in the first steps of every run."""
+    The defaults follow the table of three levels in `docs/grades.md`. Ratios are in [0, 1], steps
+    are optimizer updates, samples are sampled steps.
+    """
 
-FALL_STEPS: Final = 200
-"""S4 and S3 count as falling when the ratio is lower than this many steps ago."""
+    healthy_ratio: float = 0.75
+    """Where a block's best raw ratio is put on the absolute scale: the middle of S7's lower half.
+    """
+    baseline_samples: int = 100
+    """The best raw ratio is looked for among so many latest samples: slow change is not a fall."""
+    warmup_samples: int = 10
+    warmup_steps: int = 100
+    """Both must have passed before a grade can alarm: ranks dip in the first steps of a run."""
+    watch_grade: int = 4
+    """At this grade and lower a run is watched."""
+    danger_grade: int = 2
+    """At this grade and lower it is in danger."""
+    fall_steps: int = 200
+    """A watched grade counts as falling when the ratio is lower than so many steps ago."""
+    falling_margin: float = 0.02
+    """A change of ratio smaller than this is not a fall."""
+    quick_steps: int = 100
+    quick_grades: int = 2
+    """So many grades lost within ``quick_steps``, ending at ``watch_grade`` or lower: danger."""
+    quick_fall: float = 0.10
+    """A ratio that lost so much within ``quick_steps`` is watched at any grade."""
+    confirm_samples: int = 2
+    """Samples in a row that an alert needs; values that are not finite need one."""
+    recover_samples: int = 3
+    """Samples in a row that must call for less before an alert is taken back."""
+    cooldown_steps: int = 500
+    """After an alert of one level, none of the same level for so long."""
 
-QUICK_STEPS: Final = 100
-"""Two grades lost within this many steps, ending below S5, is danger."""
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a threshold of the wrong type or out of range."""
+        for setting in fields(self):
+            value, default = getattr(self, setting.name), setting.default
+            whole = isinstance(default, int)
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"{setting.name} must be {kind}, got {value!r}")
+            if value < 0 or (not whole and value > 1):
+                raise ValueError(f"{setting.name} must not be {value!r}")
 
-QUICK_FALL: Final = 0.10
-"""A ratio that lost this much within ``QUICK_STEPS`` is watched at any grade."""
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Policy:
+        """A policy from a table of settings.
 
-FALLING_MARGIN: Final = 0.02
-"""A change of ratio smaller than this is not a fall."""
+        Raises:
+            ValueError: there is no such setting, or its value is of the wrong type.
+        """
+        known = {setting.name for setting in fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise ValueError(
+                    f"there is no setting {name!r} of grades; there are: {', '.join(sorted(known))}"
+                )
+        return cls(**settings)  # type: ignore[arg-type]
+
+
+DEFAULT_POLICY: Final = Policy()
 
 
 def grade_of(ratio: float) -> int | None:
@@ -72,6 +116,7 @@ class Grade:
 class Grader:
     """Grades samples one after another; the same samples give the same grades, live or offline."""
 
+    policy: Policy = DEFAULT_POLICY
     _raw: dict[int, deque[float]] = field(default_factory=dict)
     _best: dict[int, deque[float]] = field(default_factory=dict)
     _history: deque[Grade] = field(default_factory=lambda: deque(maxlen=4096))
@@ -80,10 +125,10 @@ class Grader:
 
     def update(self, step: int, raw: Mapping[int, float], column: Mapping[int, float]) -> Grade:
         """Grade one sampled step from the ratios of its blocks by layer."""
+        warm = self.is_warm(step)
         if self._first_step is None:
             self._first_step = step
         self._n_samples += 1
-        warm = self._n_samples > WARMUP_SAMPLES and step - self._first_step >= WARMUP_STEPS
         ratios = {
             layer: min(column.get(layer, math.nan), self._relative(layer, value, warm))
             for layer, value in raw.items()
@@ -99,15 +144,23 @@ class Grader:
         self._history.append(result)
         return result
 
+    def is_warm(self, step: int) -> bool:
+        """Whether the warm-up is over for a sample at this step, the next one to be graded."""
+        return (
+            self._first_step is not None
+            and self._n_samples >= self.policy.warmup_samples
+            and step - self._first_step >= self.policy.warmup_steps
+        )
+
     def _relative(self, layer: int, value: float, warm: bool) -> float:
         recent = self._raw.setdefault(layer, deque(maxlen=3))
         recent.append(value)
         if not warm:
             return math.inf
         # The median of three keeps one odd sample from becoming the standard for the rest.
-        best = self._best.setdefault(layer, deque(maxlen=BASELINE_SAMPLES))
+        best = self._best.setdefault(layer, deque(maxlen=self.policy.baseline_samples))
         best.append(median(recent))
-        return HEALTHY_RATIO * value / max(best)
+        return self.policy.healthy_ratio * value / max(best)
 
     def _alert(self, step: int, ratio: float, grade: int | None, warm: bool) -> str:
         if grade is None:
@@ -118,14 +171,94 @@ class Grader:
             past
             for past in self._history
             if past.grade is not None
-            and past.step >= step - QUICK_STEPS
+            and past.step >= step - self.policy.quick_steps
             and past.alert != "warming"
         ]
-        quickly = bool(recent) and max(past.ratio for past in recent) - ratio >= QUICK_FALL
-        if grade >= 5:
+        quickly = (
+            bool(recent) and max(past.ratio for past in recent) - ratio >= self.policy.quick_fall
+        )
+        if grade > self.policy.watch_grade:
             return "watch, falling" if quickly else "healthy"
-        if grade <= 2 or (recent and max(past.grade or 0 for past in recent) - grade >= 2):
+        lost = max((past.grade or 0 for past in recent), default=grade) - grade
+        if grade <= self.policy.danger_grade or lost >= self.policy.quick_grades:
             return "danger"
-        earlier = [past.ratio for past in self._history if past.step <= step - FALL_STEPS]
-        falling = quickly or (bool(earlier) and earlier[-1] - ratio > FALLING_MARGIN)
+        earlier = [
+            past.ratio for past in self._history if past.step <= step - self.policy.fall_steps
+        ]
+        falling = quickly or (bool(earlier) and earlier[-1] - ratio > self.policy.falling_margin)
         return "watch, falling" if falling else "watch, stable"
+
+
+_CALLED: Final = {
+    "watch, stable": "watch",
+    "watch, falling": "watch",
+    "danger": "danger",
+    "undefined": "danger",
+}
+"""The level that a grade's alert calls for; the others call for none."""
+
+_LEVELS: Final = ("", "watch", "danger")
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a person is told: once when it begins, not at every sample.
+
+    ``level``: watch, danger or recovered. ``signal``: what moved, ``grade`` or a name of
+    ``schema.SIGNAL_NAMES``. ``grade``, ``ratio``, ``layer``: of the step.
+    """
+
+    step: int
+    level: str
+    grade: int | None
+    ratio: float
+    layer: int | None
+    signal: str
+    message: str
+
+
+@dataclass
+class Alerts:
+    """Alerts of one signal: confirmed, held until they are over, not repeated all the time."""
+
+    signal: str = "grade"
+    policy: Policy = DEFAULT_POLICY
+    level: str = ""
+    _above: list[str] = field(default_factory=list)
+    _n_below: int = 0
+    _raised: dict[str, int] = field(default_factory=dict)
+
+    def of_grade(self, grade: Grade) -> Alert | None:
+        """The alert that this sample raises or takes back, None where nothing changes."""
+        if grade.grade is None:
+            what = "no rank ratio is defined: activations are zero or not finite"
+        else:
+            what = f"grade S{grade.grade}, ratio {grade.ratio:.2f} in block {grade.layer}"
+        called = _CALLED.get(grade.alert, "")
+        return self.update(grade, called, what, at_once=grade.grade is None)
+
+    def update(self, grade: Grade, called: str, what: str, *, at_once: bool) -> Alert | None:
+        """A sample of the signal calls for a level, "" for none.
+
+        ``what`` tells it to a person; ``at_once``: one sample is enough. ``grade``: of the step.
+        """
+        rank, held = _LEVELS.index(called), _LEVELS.index(self.level)
+        self._above = [*self._above, called] if rank > held else []
+        self._n_below = self._n_below + 1 if rank < held else 0
+        if self._above and (at_once or len(self._above) >= self.policy.confirm_samples):
+            # Of samples in a row that call for different levels, what all of them call for.
+            self.level = called if at_once else min(self._above, key=_LEVELS.index)
+            self._above = []
+            last = self._raised.get(self.level)
+            if last is not None and grade.step - last < self.policy.cooldown_steps:
+                return None
+            self._raised[self.level] = grade.step
+            return self._alert(grade, self.level, what)
+        if self._n_below >= self.policy.recover_samples:
+            self.level, self._n_below = "", 0
+            return self._alert(grade, "recovered", what)
+        return None
+
+    def _alert(self, grade: Grade, level: str, what: str) -> Alert:
+        message = f"step {grade.step}: {level}: {what}"
+        return Alert(grade.step, level, grade.grade, grade.ratio, grade.layer, self.signal, message)

@@ -9,9 +9,11 @@ EUSIPCO 2007.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 K_LARGEST: Final = 20
 """Singular values that a rank ratio is taken over."""
@@ -95,19 +97,71 @@ def rank_ratio_of_values(
     return effective_rank(np.sort(values)[::-1][:k]) / most
 
 
+@dataclass(frozen=True)
+class Spectrum:
+    """Singular values of one form of an activation matrix, largest first; NaN where undefined.
+
+    ``shape``: (n, D) of the matrix; ``centred``: the form has lost one row's freedom.
+    """
+
+    values: NDArray[np.float64]
+    shape: tuple[int, int]
+    centred: bool
+
+    def ratio(self, k: int | None = K_LARGEST) -> float:
+        """Rank ratio over the ``k`` largest values, over all of them where ``k`` is None."""
+        return rank_ratio_of_values(
+            self.values, shape=self.shape, centred=self.centred, k=k or len(self.values)
+        )
+
+    @property
+    def effective_rank(self) -> float:
+        return effective_rank(self.values)
+
+    @property
+    def gap(self) -> float:
+        """Largest singular value over the second: large when one direction dominates."""
+        if len(self.values) < 2 or not self.values[1] > 0.0:
+            return math.nan
+        return float(self.values[0] / self.values[1])
+
+
+def spectrum(rows: np.ndarray, variant: str = "raw") -> Spectrum:
+    """Spectrum of an activation matrix [n, D] in one of the forms of :data:`VARIANTS`.
+
+    Undefined, all NaN: no rows, values that are not finite, equal rows once centred.
+    """
+    rows = np.asarray(rows)
+    centred = variant == "centred"
+    shape = (rows.shape[0], rows.shape[1])
+    undefined = Spectrum(np.full(min(shape), math.nan), shape, centred)
+    if rows.size == 0 or not np.isfinite(rows).all():
+        return undefined
+    matrix = variant_of(rows, variant)
+    if centred and np.abs(matrix).max() <= 1e-7 * np.abs(rows).max():
+        return undefined  # equal rows: what centring leaves is rounding
+    return Spectrum(singular_values(matrix), shape, centred)
+
+
 def rank_ratio(rows: np.ndarray, variant: str = "raw", k: int = K_LARGEST) -> float:
     """Rank ratio of an activation matrix [n, D] in one of the forms of :data:`VARIANTS`.
 
     NaN where undefined: no rows, a zero matrix, values that are not finite.
     """
-    rows = np.asarray(rows)
-    if rows.size == 0 or not np.isfinite(rows).all():
+    return spectrum(rows, variant).ratio(k)
+
+
+def residual_similarity(inputs: np.ndarray, outputs: np.ndarray) -> float:
+    """Mean cosine between rows of a block's input and output, both [n, D], in [-1, 1].
+
+    Near 1 the block hands on a scaled copy of what it was given. NaN where no row has a direction.
+    """
+    a, b = np.asarray(inputs, np.float64), np.asarray(outputs, np.float64)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    known = np.isfinite(norms) & (norms > 0.0)
+    if not known.any():
         return math.nan
-    matrix = variant_of(rows, variant)
-    centred = variant == "centred"
-    if centred and np.abs(matrix).max() <= 1e-7 * np.abs(rows).max():
-        return math.nan  # equal rows: what centring leaves is rounding
-    return rank_ratio_of_values(singular_values(matrix), shape=matrix.shape, centred=centred, k=k)
+    return float(((a * b).sum(axis=1)[known] / norms[known]).mean())
 
 
 def attention_entropy(probabilities: np.ndarray) -> np.ndarray:

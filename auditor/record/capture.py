@@ -11,11 +11,12 @@ gradients or synchronises a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ N_ROWS: Final = 512
 """Positions a token rank is taken over."""
 
 N_SAMPLES: Final = 64
-"""Samples a sample rank is taken over, at most."""
+"""Samples a sample rank is taken over, at most; smaller micro-batches of a step are pooled."""
 
 ENTROPY_SAMPLES: Final = 4
 ENTROPY_QUERIES: Final = 32
@@ -44,24 +45,39 @@ with the first key left out, which many heads rest on; and the largest logit.
 
 @dataclass
 class Captured:
-    """What one forward showed; tensors float32 on the model's device, by layer (-1: embedding)."""
+    """What forwards showed; tensors float32 on the model's device, by layer (-1: embedding).
+
+    Rows of further forwards are added until there are enough; of attention the first is kept.
+    ``places``: where in its sample each row of ``positions`` lies, in [0, 1).
+    """
 
     positions: dict[int, Tensor] = field(default_factory=dict)  # [n, D]
+    places: dict[int, np.ndarray] = field(default_factory=dict)  # f64 [n]
     samples: dict[int, Tensor] = field(default_factory=dict)  # [B, D], mean over positions
     values: dict[int, Tensor] = field(default_factory=dict)  # [n, H * head width]
     attention: dict[int, Tensor] = field(default_factory=dict)  # [len(ATTENTION), H]
-    n_samples: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether another forward would add nothing."""
+        enough = (
+            all(len(rows) >= n for rows in have.values())
+            for have, n in ((self.positions, N_ROWS), (self.samples, N_SAMPLES))
+        )
+        return bool(self.positions) and all(enough)
 
 
 @contextmanager
 def capturing(
-    sites: Sequence[Site], failed: Callable[[str, Exception], None]
+    sites: Sequence[Site],
+    failed: Callable[[str, Exception], None],
+    captured: Captured | None = None,
 ) -> Iterator[Captured]:
-    """Capture every forward of the blocks inside the ``with``; later ones replace earlier ones.
+    """Capture the forwards of the blocks inside the ``with``, on top of what was ``captured``.
 
     A failure of ours inside the forward is passed to ``failed`` and does not disturb it.
     """
-    captured = Captured()
+    captured = Captured() if captured is None else captured
     mode = _AttentionMode(captured, failed)
     handles: list[Any] = []
 
@@ -70,7 +86,7 @@ def capturing(
             mode.layer = site.layer
             if site.layer == 0:
                 with _guard(failed, "embedding"):
-                    _take(captured, -1, args[0] if args else next(iter(kwargs.values())))
+                    _take(captured, -1, args or tuple(kwargs.values()), site.batch_first)
 
         return hook
 
@@ -78,7 +94,7 @@ def capturing(
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             mode.layer = None
             with _guard(failed, site.path):
-                _take(captured, site.layer, output)
+                _take(captured, site.layer, output, site.batch_first)
 
         return hook
 
@@ -107,26 +123,55 @@ def _mode_off() -> Any:
     return torch._C.DisableTorchFunction()
 
 
-def _take(captured: Captured, layer: int, output: Any) -> None:
-    x = output[0] if isinstance(output, tuple | list) else output
-    if not isinstance(x, Tensor) or x.ndim != 3:
-        raise TypeError(f"expected activations [B, T, D], got {_shape(x)}")
-    x = x.detach()
-    captured.n_samples = x.shape[0]
-    captured.positions[layer] = _strided(x.flatten(0, 1), N_ROWS).float()
-    captured.samples[layer] = x[:N_SAMPLES].float().mean(dim=1)
+def _take(captured: Captured, layer: int, output: Any, batch_first: bool) -> None:
+    x = _first_tensor(output)
+    if x is not None and x.ndim == 2:  # packed samples without a batch dimension
+        x = x[None]
+    if x is None or x.ndim != 3:
+        raise TypeError(f"expected activations [B, T, D], got {_shape(output)}")
+    x = x.detach() if batch_first else x.detach().transpose(0, 1)
+    B, T = x.shape[:2]
+    # Two calls of one block in one forward, or micro-batches of one step: rows are added.
+    wanted = N_ROWS - len(captured.positions.get(layer, ()))
+    if wanted > 0:
+        index = _evenly(B * T, wanted)
+        rows = _rows(x.flatten(0, 1), index).float()
+        places = (index % T) / T
+        if layer in captured.positions:
+            rows = torch.cat([captured.positions[layer], rows])
+            places = np.concatenate([captured.places[layer], places])
+        captured.positions[layer], captured.places[layer] = rows, places
+    wanted = N_SAMPLES - len(captured.samples.get(layer, ()))
+    if wanted > 0:
+        pooled = x[:wanted].float().mean(dim=1)
+        if layer in captured.samples:
+            pooled = torch.cat([captured.samples[layer], pooled])
+        captured.samples[layer] = pooled
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Mapping):  # also the output classes of transformers
+        output = tuple(output.values())
+    while isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
 
 
 def _shape(x: Any) -> str:
     return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _strided(rows: Tensor, n: int) -> Tensor:
-    """At most n rows, evenly spaced; a copy, since the model may go on to change its own."""
-    if rows.shape[0] <= n:
+def _evenly(n: int, most: int) -> np.ndarray:
+    """At most so many of n rows, evenly spaced: i64."""
+    return np.arange(n) if n <= most else np.arange(most) * n // most
+
+
+def _rows(rows: Tensor, index: np.ndarray) -> Tensor:
+    """Those rows; a copy, since the model may go on to change its own."""
+    if len(index) == len(rows):
         return rows.clone()
-    index = torch.arange(n, device=rows.device) * rows.shape[0] // n
-    return rows.index_select(0, index)
+    n = torch.arange(len(index), device=rows.device) * len(rows) // len(index)
+    return rows.index_select(0, n)
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -137,6 +182,7 @@ class _AttentionMode(TorchFunctionMode):
         self.layer: int | None = None
         self._captured = captured
         self._failed = failed
+        self._probabilities: torch.Size | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -153,6 +199,9 @@ class _AttentionMode(TorchFunctionMode):
             elif func in _SOFTMAX and isinstance(result, Tensor) and result.ndim == 4:
                 with _guard(self._failed, "softmax"):
                     self._softmax(args[0], result)
+            elif self._probabilities is not None and func in _PRODUCT and len(args) == 2:
+                with _guard(self._failed, "attention"):
+                    self._weighted(*args)
         return result
 
     def _sdpa(
@@ -167,8 +216,14 @@ class _AttentionMode(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> None:
         assert self.layer is not None
+        if query.ndim == 3:  # heads are part of the batch dimension, or there is one
+            query, key, value = query[:, None], key[:, None], value[:, None]
+        if query.ndim != 4:
+            return
         heads_last = value.detach().transpose(1, 2).flatten(2)
-        self._captured.values[self.layer] = _strided(heads_last.flatten(0, 1), N_ROWS).float()
+        self._keep_values(heads_last.flatten(0, 1))
+        if self.layer in self._captured.attention:
+            return
         self._captured.attention[self.layer] = attention_of(
             query.detach(), key.detach(), attn_mask, is_causal=is_causal, scale=scale
         )
@@ -212,8 +267,31 @@ class _AttentionMode(TorchFunctionMode):
             mask = padding if mask is None else padding + mask
         self._sdpa(q, k, v, mask, is_causal=is_causal and mask is None)
 
+    def _keep_values(self, rows: Tensor) -> None:
+        """Values [B * T, H * head width] of the layer's first attention, pooled like positions."""
+        assert self.layer is not None
+        have = self._captured.values.get(self.layer)
+        wanted = N_ROWS - (0 if have is None else len(have))
+        if wanted > 0:
+            taken = _rows(rows, _evenly(len(rows), wanted)).float()
+            self._captured.values[self.layer] = taken if have is None else torch.cat([have, taken])
+
+    def _weighted(self, probabilities: Any, value: Any) -> None:
+        """Attention written out: the product after a softmax shows the values [B, H, T, d]."""
+        expected, self._probabilities = self._probabilities, None
+        if (
+            isinstance(value, Tensor)
+            and value.ndim == 4
+            and getattr(probabilities, "shape", None) == expected
+            and value.shape[2] == probabilities.shape[3]
+        ):
+            self._keep_values(value.detach().transpose(1, 2).flatten(2).flatten(0, 1))
+
     def _softmax(self, logits: Tensor, probabilities: Tensor) -> None:
         assert self.layer is not None
+        self._probabilities = probabilities.shape
+        if self.layer in self._captured.attention:
+            return
         index = _query_index(logits.shape[2], logits.device)
         sampled = logits.detach()[:ENTROPY_SAMPLES].index_select(2, index).float()
         p = probabilities.detach()[:ENTROPY_SAMPLES].index_select(2, index).float()
@@ -221,6 +299,7 @@ class _AttentionMode(TorchFunctionMode):
 
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
 def _query_index(n_queries: int, device: torch.device) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, Final
 
@@ -14,17 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from auditor.measure.grading import Grade, Grader
-from auditor.measure.spectrum import VARIANTS, rank_ratio
+from auditor.measure.baseline import Deviations, memorisation
+from auditor.measure.grading import DEFAULT_POLICY, Alert, Alerts, Grade, Grader, Policy
 from auditor.record.capture import Captured, capturing
+from auditor.record.live import LiveForward, call_on, evaluating
 from auditor.record.recorder import Recorder, recorder_for
-from auditor.record.sites import eager, find_blocks, is_compiled
+from auditor.record.schedule import Schedule
+from auditor.record.sharding import agreement, is_sharded, whole
+from auditor.record.signals import Signals
+from auditor.record.sites import describe, eager, find_blocks, named_blocks
 from auditor.record.transfer import fetched, to_host
 
 log = logging.getLogger("auditor")
 
 SCALARS_STEPS: Final = 50
 """Losses, norms and learning rates are copied from the device together, this often."""
+
+ALERTS_KEPT: Final = 64
+"""Alerts that wait for the training thread at most."""
+
+Action = Callable[[Alert, "GradeMonitor"], Any]
 
 
 @dataclass(frozen=True)
@@ -58,13 +68,22 @@ class GradeMonitor:
             By default the model is called on the probe (``**`` of a mapping, ``*`` of a tuple) and
             the loss is the output's ``loss`` where it has one.
         every: steps between samples. Signals and grades exist on sampled steps, losses and
-            learning rates on all.
+            learning rates on all. Once a signal is suspicious, sampling is denser for a while, at
+            most 50 steps apart.
+        sites: the blocks, where they are not found: module paths, patterns (``layers.*``) or
+            modules, in order of depth.
+        policy: thresholds of grades and alerts.
+        budget: share of the time that the denser samples may take, as a hard cap.
+        on_alert: actions, each called as ``action(alert, monitor)`` inside :meth:`step`, on the
+            training thread, once the alert is known. None by default.
 
     ``grade`` is the latest grade, computed on the recorder's thread a moment after its step;
-    ``grades`` all of this process.
+    ``grades`` all of this process, ``alerts`` all alerts. ``should_stop`` is set by an action that
+    wants training to end; nothing here ever ends it.
 
     Raises:
-        ValueError: ``every`` is not positive, or the model has no transformer blocks.
+        ValueError: ``every`` or ``budget`` is out of range, the model has no transformer blocks, or
+            ``sites`` names what it does not have.
         RunClaimedError: another live process records this run and rank.
     """
 
@@ -76,39 +95,62 @@ class GradeMonitor:
         probe: Any = None,
         probe_loss: Callable[[nn.Module, Any], Tensor] | None = None,
         every: int = 200,
+        sites: Sequence[str | nn.Module] | None = None,
+        policy: Policy = DEFAULT_POLICY,
+        budget: float = 0.01,
+        on_alert: Action | Sequence[Action] = (),
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every!r}")
-        self._wrapped = model
+        if not 0 <= budget <= 1:
+            raise ValueError(f"budget must be a share of the time from 0 to 1, got {budget!r}")
         self._model = eager(model)
-        self.sites = find_blocks(self._model)
+        self.sites = find_blocks(self._model) if sites is None else named_blocks(self._model, sites)
         if not self.sites:
             raise ValueError(
                 f"no transformer blocks found in {type(self._model).__name__}: "
-                "expected a ModuleList of equal blocks"
+                "expected a ModuleList of equal blocks; name them by sites=['path.*']"
             )
         self._run = run
         self._recorder: Recorder = recorder_for(run)
         self._closed = False
-        self._last_step: int | None = None
-        self._last_period: int | None = None
+        self.should_stop = False
         self._probe = probe
         self._probe_loss = probe_loss
-        self._every = every
-        self._grader = Grader()
-        self._live: Captured | None = None
-        self._armed = contextlib.ExitStack()
+        self._policy = policy
+        self._actions = tuple(on_alert) if isinstance(on_alert, Sequence) else (on_alert,)
+        sharded = is_sharded(self._model)
+        self._schedule = Schedule(every, budget, agree=agreement(self._model) if sharded else None)
+        self._on_cpu = not any(p.device.type == "cuda" for p in self._model.parameters())
+        self._live = LiveForward(model, self.sites, self._failed)
         self._scalars: list[_Scalars] = []
         self.grades: list[Grade] = []
+        self.alerts: list[Alert] = []
+        self._new_alerts: collections.deque[Alert] = collections.deque(maxlen=ALERTS_KEPT)
+        # What follows belongs to the recorder's thread.
+        self._signals = Signals(self.sites)
+        self._grader = Grader(policy)
+        self._grade_alerts = Alerts(policy=policy)
+        self._deviations = Deviations()
+        self._signal_alerts: dict[str, Alerts] = {}
+        self._losses: collections.deque[float] = collections.deque(maxlen=SCALARS_STEPS)
         self._note()
-        self._arm()
+        self._live.arm()
+
+    def describe(self) -> str:
+        """A table of what was found in the model: blocks, and of each what was seen so far."""
+        return describe(self._model, self.sites, self._signals.seen)
+
+    def _failed(self, place: str, error: Exception) -> None:
+        self._recorder.failed(place, error)
 
     def _note(self) -> None:
         self._recorder.attempt.note(
             monitor={
-                "every": self._every,
+                "every": self._schedule.every,
                 "probe": self._probe is not None,
                 "blocks": [site.path for site in self.sites],
+                "policy": asdict(self._policy),
                 "torch": torch.__version__,
             }
         )
@@ -151,15 +193,15 @@ class GradeMonitor:
                 self._note()
             self._step(loss, optimizer, step, grad_norm, sample_loss)
         except Exception as error:
-            self._recorder.failed("GradeMonitor.step", error)
+            self._failed("GradeMonitor.step", error)
 
     def close(self) -> None:
         """Write what is waiting and give the run directory back; also done when Python exits."""
         self._closed = True
         try:
-            self._disarm()
+            self._live.disarm()
         except Exception as error:
-            self._recorder.failed("GradeMonitor.close", error)
+            self._failed("GradeMonitor.close", error)
         self._recorder.close()
 
     def flush(self, timeout_s: float = 30.0) -> bool:
@@ -182,92 +224,84 @@ class GradeMonitor:
             losses = sample_loss.detach().float().cpu().numpy()
             write = functools.partial(self._recorder.write_losses, batches, losses)
             self._recorder.submit(write, what="losses")
-        # By periods and not by remainders: a loop may number its steps in strides, or try the same
-        # step again after an overflow.
-        sampled = step // self._every != self._last_period
+        sampled = self._schedule.is_sampled(step)
         if sampled:
-            self._last_period = step // self._every
-            self._sample(step)
+            extra = self._schedule.is_extra(step)
+            self._schedule.sampled(step)
+            self._sample(step, extra=extra)
             if grad_norm is None:
                 grad_norm = _gradient_norm(self._model)
         self._scalars.append(
             _Scalars(
                 step,
                 torch.as_tensor(loss).detach().float().mean(),
-                None if grad_norm is None else torch.as_tensor(grad_norm).detach().float().mean(),
+                None if grad_norm is None else whole(torch.as_tensor(grad_norm)).float().mean(),
                 float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None,
             )
         )
         if sampled or len(self._scalars) >= SCALARS_STEPS:
             self._send_scalars()
-        stride = 1 if self._last_step is None else max(1, step - self._last_step)
-        self._last_step = step
-        if (step + stride) // self._every != self._last_period:
-            self._arm()
+        if self._schedule.next_is_sampled(step):
+            self._live.arm()
+        self._act()
 
-    def _sample(self, step: int) -> None:
-        live, self._live = self._live, None
-        self._disarm()
-        probe, probe_loss = self._run_probe() if self._probe is not None else (None, None)
+    def _sample(self, step: int, *, extra: bool) -> None:
+        began = time.perf_counter()
+        probe, probe_error = None, None
+        try:
+            probe = self._probe() if callable(self._probe) else self._probe
+        except Exception as error:
+            probe_error = error
+        if self._schedule.agree(step, probe_error is not None) and probe_error is None:
+            probe_error = RuntimeError("the probe failed on another rank")
+        try:
+            live = self._live.take()
+        except Exception as error:
+            live = None
+            self._failed("the training batch", error)
+        seen, probe_loss = None, None
+        if probe_error is not None:
+            self._failed("the probe", probe_error)
+        elif probe is not None:
+            seen, probe_loss = self._run_probe(probe)
         work = functools.partial(
             self._analyse,
             step,
             None if live is None else fetched(live),
-            None if probe is None else fetched(probe),
+            None if seen is None else fetched(seen),
             probe_loss,
+            time.perf_counter() - began if extra else None,
         )
         self._recorder.submit(work, what="samples")
 
-    # -- the live forward ------------------------------------------------------------------
-
-    def _arm(self) -> None:
-        """Capture the next training forward of the model, then take the hooks off.
-
-        A compiled model is left alone: its calls do not pass our hooks, or would be compiled again
-        because of them.
-        """
-        self._disarm()
-        if is_compiled(self._wrapped):
-            return
-        armed = self._armed = contextlib.ExitStack()
-
-        def before(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-                return  # compiled later, or a side call in evaluation mode: not a training batch
-            try:
-                self._live = armed.enter_context(capturing(self.sites, self._recorder.failed))
-            except Exception as error:
-                self._recorder.failed("capture", error)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and self._live is not None:
-                self._disarm()
-
-        armed.callback(self._model.register_forward_pre_hook(_Hook(before)).remove)
-        armed.callback(self._model.register_forward_hook(_Hook(after), always_call=True).remove)
-
-    def _disarm(self) -> None:
-        """Stop capturing and take the hooks off."""
-        self._armed.close()
+    def _act(self) -> None:
+        """Call the actions for alerts that became known since the last step."""
+        while self._new_alerts:
+            alert = self._new_alerts.popleft()
+            for action in self._actions:
+                try:
+                    action(alert, self)
+                except Exception as error:
+                    name = getattr(action, "__name__", type(action).__name__)
+                    self._failed(f"action {name}", error)
 
     # -- the probe -------------------------------------------------------------------------
 
-    def _run_probe(self) -> tuple[Captured | None, Tensor | None]:
+    def _run_probe(self, batch: Any) -> tuple[Captured | None, Tensor | None]:
         try:
-            batch = self._probe() if callable(self._probe) else self._probe
             with (
-                _evaluating(self._model),
+                evaluating(self._model),
                 torch.no_grad(),
                 torch.compiler.set_stance("force_eager"),
-                capturing(self.sites, self._recorder.failed) as captured,
+                capturing(self.sites, self._failed) as captured,
             ):
                 if self._probe_loss is not None:
                     loss: Any = self._probe_loss(self._model, batch)
                 else:
-                    loss = getattr(_call(self._model, batch), "loss", None)
-            return captured, None if loss is None else torch.as_tensor(loss).detach()
+                    loss = getattr(call_on(self._model, batch), "loss", None)
+            return captured, None if loss is None else whole(torch.as_tensor(loss))
         except Exception as error:
-            self._recorder.failed("the probe", error)
+            self._failed("the probe", error)
             return None, None
 
     # -- the recorder's thread -------------------------------------------------------------
@@ -278,13 +312,19 @@ class GradeMonitor:
         live: Mapping[str, Any] | None,
         probe: Mapping[str, Any] | None,
         probe_loss: Tensor | None,
+        extra_s: float | None,
     ) -> None:
+        began = time.thread_time()
         rows: list[dict[str, Any]] = []
+        warm = self._grader.is_warm(step)
         for kind, captured in (("live", live), ("probe", probe)):
             if captured is not None:
-                rows += self._signals(kind, captured)
+                rows += self._signals.of(kind, captured, warm=warm)
         if probe_loss is not None:
-            rows.append({"kind": "probe", "signal": "probe_loss", "value": float(probe_loss)})
+            value = float(probe_loss)
+            gap = memorisation(value, self._losses)
+            rows.append({"kind": "probe", "signal": "probe_loss", "value": value})
+            rows.append({"kind": "probe", "signal": "memorisation", "value": gap})
         graded = "probe" if probe is not None else "live"
         grade = self._grader.update(
             step, _ratios(rows, graded, "raw"), _ratios(rows, graded, "column")
@@ -297,55 +337,40 @@ class GradeMonitor:
                 "value": np.nan if grade.grade is None else grade.grade,
             }
         )
-        before = self.grades[-1].alert if self.grades else ""
         self.grades.append(grade)
         self._recorder.append_signals(step, rows)
-        if grade.grade is None and before != "undefined":
-            log.warning("auditor: step %d: no rank ratio is defined", step)
-        elif grade.alert != before and grade.alert not in {"warming", "healthy", "undefined"}:
+        if extra_s is not None:
+            beside = time.thread_time() - began if self._on_cpu else 0.0
+            self._schedule.spend(extra_s + beside)
+        self._alert(grade, rows, graded, warm)
+
+    def _alert(
+        self, grade: Grade, rows: Sequence[Mapping[str, Any]], graded: str, warm: bool
+    ) -> None:
+        raised = [self._grade_alerts.of_grade(grade)]
+        deviating = {one.signal: one for one in self._deviations.of(rows, graded, warm=warm)}
+        for signal in self._signal_alerts.keys() | deviating.keys():
+            alerts = self._signal_alerts.setdefault(signal, Alerts(signal, self._policy))
+            deviation = deviating.get(signal)
+            what = f"{signal} is back to normal" if deviation is None else str(deviation)
+            called, at_once = ("", False) if deviation is None else ("watch", False)
+            if signal == "non_finite" and deviation is not None:
+                called, at_once = "danger", True
+            raised.append(alerts.update(grade, called, what, at_once=at_once))
+        if deviating or grade.alert not in {"warming", "healthy"}:
+            self._schedule.suspect(grade.step)
+        for alert in raised:
+            if alert is not None:
+                log.warning("auditor: %s", alert.message)
+                self.alerts.append(alert)
+                self._new_alerts.append(alert)
+        over = self._schedule.n_over_budget
+        if over and not self._recorder.counts["samples_over_budget"]:
             log.warning(
-                "auditor: step %d: grade S%s, ratio %.2f in block %s: %s",
-                step,
-                grade.grade,
-                grade.ratio,
-                grade.layer,
-                grade.alert,
+                "auditor: step %d: denser sampling has used up its budget; see budget=", grade.step
             )
-
-    def _signals(self, kind: str, captured: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        paths = {site.layer: site.path for site in self.sites}
-
-        def row(signal: str, layer: int, value: float, **more: Any) -> dict[str, Any]:
-            site = paths.get(layer, "embedding")
-            return {
-                "kind": kind,
-                "site": site,
-                "layer": layer,
-                "signal": signal,
-                "value": value,
-                **more,
-            }
-
-        for layer, matrix in captured["positions"].items():
-            if layer < 0:
-                continue
-            for variant in VARIANTS:
-                value = rank_ratio(matrix, variant)
-                yield row("token_rank", layer, value, variant=variant, n_rows=len(matrix))
-        for signal, matrices in (
-            ("sample_rank", captured["samples"]),
-            ("value_rank", captured["values"]),
-        ):
-            for layer, matrix in matrices.items():
-                value = rank_ratio(matrix, "centred")
-                yield row(signal, layer, value, variant="centred", n_rows=len(matrix))
-        for layer, heads in captured["attention"].items():
-            entropy, normalised, no_sink, max_logit = heads
-            yield row("entropy_mean", layer, float(entropy.mean()))
-            yield row("entropy_min", layer, float(entropy.min()), head=int(entropy.argmin()))
-            yield row("entropy_normalised", layer, float(normalised.mean()))
-            yield row("entropy_no_sink", layer, float(no_sink.mean()))
-            yield row("max_logit", layer, float(max_logit.max()), head=int(max_logit.argmax()))
+        if over:
+            self._recorder.counts["samples_over_budget"] = over
 
     # -- per-step scalars ------------------------------------------------------------------
 
@@ -358,9 +383,11 @@ class GradeMonitor:
         norm = to_host(torch.stack(norms)) if norms else None
 
         def write() -> None:
+            losses = loss().astype(np.float64)
+            self._losses.extend(losses.tolist())
             columns = {
                 "step": np.asarray([one.step for one in scalars], np.int64),
-                "loss": loss().astype(np.float64),
+                "loss": losses,
                 "lr": np.asarray([np.nan if s.lr is None else s.lr for s in scalars]),
             }
             grad_norm = np.full(len(scalars), np.nan)
@@ -371,55 +398,10 @@ class GradeMonitor:
         self._recorder.submit(write, what="scalars")
 
 
-class _Hook:
-    """A hook that stays behind: in a copy of the model, or a saved one, it does nothing."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:
-        self._hook(*args)
-
-    def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
 def _is_accumulating(optimizer: Any) -> bool:
     """Whether Accelerate's optimizer lets ``step()`` and ``zero_grad()`` of this micro-batch pass
     without effect, as it does inside ``accumulate``."""
     return not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and random state and training flags afterwards as they were."""
-    training = [module for module in model.modules() if module.training]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        # Not model.eval(): some layers override it, to merge adapters into weights for instance.
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
 
 
 def _token_rows(probe: Any) -> list[np.ndarray]:
@@ -432,7 +414,7 @@ def _token_rows(probe: Any) -> list[np.ndarray]:
 
 def _gradient_norm(model: nn.Module) -> Tensor | None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else None
+    return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 
 @dataclass(frozen=True)
 class Site:
-    """A block of the residual stream: its number from 0, module path and module."""
+    """A block of the residual stream: its number from 0, module path and module.
+
+    ``batch_first``: whether its activations are [B, T, D]; else [T, B, D].
+    """
 
     layer: int
     path: str
     module: nn.Module
+    batch_first: bool = True
 
 
 def eager(model: nn.Module) -> nn.Module:
@@ -28,16 +33,30 @@ def eager(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of the model go through ``torch.compile``, where hooks do not fire."""
+def compiled_entry(model: nn.Module) -> nn.Module | None:
+    """Where calls of a model enter code that ``torch.compile`` made; None for an eager model.
+
+    The wrapper that ``torch.compile(model)`` returned, the module that ``model.compile()`` compiled
+    in place, or the model itself where only parts of it are compiled: their hooks do not fire.
+    """
     while True:
         if getattr(model, "_orig_mod", None) is not None:
-            return True
+            return model
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            return model
         inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             break
         model = inner
-    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+    parts = model.modules()
+    return model if any(_is_compiled(part) for part in parts) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_orig_mod", None) is not None
+    )
 
 
 def find_blocks(model: nn.Module) -> Sequence[Site]:
@@ -65,6 +84,72 @@ def find_blocks(model: nn.Module) -> Sequence[Site]:
         return []
     _, path, module = best
     return [
-        Site(layer, f"{path}.{name}", child)
+        _site(layer, f"{path}.{name}" if path else name, child)
         for layer, (name, child) in enumerate(module.named_children())
     ]
+
+
+def named_blocks(model: nn.Module, sites: Sequence[str | nn.Module]) -> Sequence[Site]:
+    """The blocks that were named, by module path, by pattern (``layers.*``), or as modules.
+
+    Raises:
+        ValueError: the model has no such module.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: list[Site] = []
+    for wanted in sites:
+        if isinstance(wanted, nn.Module):
+            if id(wanted) not in paths:
+                raise ValueError(f"sites: a {type(wanted).__name__} is no part of the model")
+            matching = [(paths[id(wanted)], wanted)]
+        else:
+            matching = [
+                (path, module)
+                for path, module in model.named_modules()
+                if path and _matches(path, wanted)
+            ]
+            if not matching:
+                raise ValueError(f"sites: the model has no module {wanted!r}")
+        found += [_site(len(found) + n, *one) for n, one in enumerate(matching)]
+    return found
+
+
+def describe(model: nn.Module, sites: Sequence[Site], seen: Mapping[int, Collection[str]]) -> str:
+    """A table of the blocks and what was seen of each, and what that leaves out.
+
+    ``seen``: by layer, names of :class:`~auditor.record.capture.Captured`; empty before the first
+    forward.
+    """
+    lines = [f"{type(model).__name__}: {len(sites)} blocks"]
+    width = max([len(site.path) for site in sites], default=0)
+    for site in sites:
+        own = seen.get(site.layer, ())
+        found = [name for part, name in _PARTS.items() if part in own]
+        missing = [name for part, name in _PARTS.items() if part not in own]
+        what = ", ".join(found) or "not seen"
+        if found and missing:
+            what += f"; not seen: {', '.join(missing)}"
+        told = what if seen else "no forward seen yet"
+        lines.append(f"{site.layer:>4}  {site.path:<{width}}  {type(site.module).__name__}  {told}")
+    if seen and not any("attention" in parts for parts in seen.values()):
+        lines.append(
+            "Attention was not seen: it is where it goes through scaled_dot_product_attention, "
+            "nn.MultiheadAttention or a softmax over [B, H, T, T]."
+        )
+    return "\n".join(lines)
+
+
+_PARTS = {"positions": "output", "attention": "attention", "values": "values"}
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """A star stands for one part of the path."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(
+        fnmatchcase(part, one) for part, one in zip(parts, wanted, strict=True)
+    )
+
+
+def _site(layer: int, path: str, module: nn.Module) -> Site:
+    attention = getattr(getattr(module, "_orig_mod", module), "self_attn", None)
+    return Site(layer, path, module, getattr(attention, "batch_first", True) is not False)

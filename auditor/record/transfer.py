@@ -44,6 +44,7 @@ def fetched(captured: Captured) -> dict[str, Any]:
 
     return {
         "positions": fetch_all(captured.positions),
+        "places": dict(captured.places),
         "samples": fetch_all(captured.samples),
         "values": fetch_all(captured.values),
         "attention": fetch_all(captured.attention),

@@ -8,7 +8,7 @@ from typing import Final
 from auditor import schema
 from auditor.explain import attribution, composition
 from auditor.explain.explanation import Explanation
-from auditor.measure import grading
+from auditor.measure.grading import DEFAULT_POLICY
 from auditor.show import wording
 from auditor.show.tables import Cell, table
 from auditor.show.text import escape, escape_own
@@ -94,8 +94,11 @@ def settings(explanation: Explanation) -> str:
     rows = [
         ("steps trained", f"{explanation.n_steps:,}"),
         ("steps between samples", "none" if explanation.every is None else f"{explanation.every}"),
-        ("warm-up", f"{grading.WARMUP_SAMPLES} samples and {grading.WARMUP_STEPS} steps"),
-        ("best raw ratio looked for among", f"{grading.BASELINE_SAMPLES} samples"),
+        (
+            "warm-up",
+            f"{DEFAULT_POLICY.warmup_samples} samples and {DEFAULT_POLICY.warmup_steps} steps",
+        ),
+        ("best raw ratio looked for among", f"{DEFAULT_POLICY.baseline_samples} samples"),
         ("lookback before an onset", f"{attribution.LOOKBACK_STEPS} steps"),
         ("stretch compared", f"{attribution.STRETCH_STEPS} steps"),
         ("a source stands out from", f"|z| = {attribution.BLAME_DEVIATIONS:g}"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from auditor.measure.grading import HEALTHY_RATIO, Grade, Grader, grade_of
+from auditor.measure.grading import DEFAULT_POLICY, Grade, Grader, grade_of
 
 SCALE = {1.2: 7, 0.7: 7, 0.6999: 6, 0.63: 6, 0.6: 6, 0.5: 5, 0.41: 4, 0.3: 3, 0.2: 2, 0.1: 1}
 SCALE |= {0.0999: 0, 0.0: 0, 0.1 + 0.2: 3}
@@ -43,13 +43,13 @@ def test_healthy_run_is_at_s7_once_warm_and_outliers_do_not_matter() -> None:
     grades = graded([(0.08, 0.8)] * 60)
     assert {grade.grade for grade in grades[10:]} == {7}
     assert {grade.alert for grade in grades[10:]} == {"healthy"}
-    assert grades[-1].ratio == pytest.approx(HEALTHY_RATIO)
+    assert grades[-1].ratio == pytest.approx(DEFAULT_POLICY.healthy_ratio)
 
 
 def test_growing_common_direction_lowers_the_grade_though_the_column_ratio_stays() -> None:
     grades = graded([(0.7, 0.8)] * 20 + [(0.7 - 0.02 * i, 0.8) for i in range(20)])
     assert grades[19].grade == 7
-    assert grades[-1].ratio == pytest.approx(HEALTHY_RATIO * (0.7 - 0.38) / 0.7)
+    assert grades[-1].ratio == pytest.approx(DEFAULT_POLICY.healthy_ratio * (0.7 - 0.38) / 0.7)
     assert grades[-1].alert == "danger"
 
 

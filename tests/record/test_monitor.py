@@ -357,7 +357,7 @@ def test_per_sample_losses_lie_with_their_exposures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["before", "after", "in place"])
-def test_compiled_model_trains_as_without_the_monitor_and_is_graded_on_the_probe(
+def test_compiled_model_trains_as_without_the_monitor_and_is_measured(
     how: str, tmp_path: Path
 ) -> None:
     def losses(run: Path | None) -> list[float]:
@@ -393,8 +393,10 @@ def test_compiled_model_trains_as_without_the_monitor_and_is_graded_on_the_probe
 
     assert losses(tmp_path / "run") == losses(None)
     ranks = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "token_rank")
-    steps = ranks.filter(pl.col("kind") == "probe").collect()["step"].unique().sort().to_list()
-    assert steps == [0, 2, 4]
+    for kind in ("probe", "live"):
+        steps = ranks.filter(pl.col("kind") == kind).collect()["step"].unique().sort().to_list()
+        # A model that is compiled behind the monitor's back is measured on the probe alone.
+        assert steps == ([] if (kind, how) == ("live", "after") else [0, 2, 4])
 
 
 def test_armed_model_can_be_saved_and_copied_and_the_copy_is_free_of_hooks(tmp_path: Path) -> None:
@@ -405,7 +407,7 @@ def test_armed_model_can_be_saved_and_copied_and_the_copy_is_free_of_hooks(tmp_p
     twin = copy.deepcopy(model)
     loss = next_byte_loss(twin, windows(3))
     loss.backward()
-    assert monitor._live is None
+    assert not monitor._live.seen
     loss = next_byte_loss(model, windows(5))
     loss.backward()
     monitor.step(loss)
@@ -504,3 +506,226 @@ def test_device_copies_are_read_where_they_are_needed() -> None:
 
 def _fail(place: str, error: Exception) -> None:
     raise AssertionError(place) from error
+
+
+# -- what a training loop does to a model ----------------------------------------------------
+
+
+def measured(run: Path, signal: str, kind: str = "live") -> pl.DataFrame:
+    rows = (
+        Run.open(run)
+        .scan("signals")
+        .filter((pl.col("signal") == signal) & (pl.col("kind") == kind))
+    )
+    return rows.collect()
+
+
+def train_steps(model: Any, run: Path | None, n: int = 4, micro: int = 1, **options: Any) -> Any:
+    """Losses and final weights of a few steps of ``micro`` batches of 4; the monitor at each."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    monitor = GradeMonitor(model, run=run, every=1, **options) if run is not None else None
+    losses = []
+    for step in range(n):
+        optimizer.zero_grad()
+        for part in range(micro):
+            loss = next_byte_loss(model, windows(4, seed=10 * step + part))
+            loss.backward()
+        if monitor is not None:
+            monitor.step(loss, optimizer=optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    if monitor is not None:
+        monitor.close()
+        assert not monitor._recorder.failures
+    return losses, [p.detach().clone() for p in model.parameters()], monitor
+
+
+def assert_same_training(make: Any, run: Path, **options: Any) -> GradeMonitor:
+    plain_losses, plain_weights, _ = train_steps(
+        make(), None, **{name: value for name, value in options.items() if name in {"n", "micro"}}
+    )
+    plain_random = torch.get_rng_state()
+    losses, weights, monitor = train_steps(make(), run, **options)
+    assert losses == plain_losses
+    assert all(torch.equal(a, b) for a, b in zip(plain_weights, weights, strict=True))
+    assert torch.equal(torch.get_rng_state(), plain_random)
+    return monitor
+
+
+def small() -> GPT:
+    torch.manual_seed(1)
+    return GPT(GPTConfig(n_positions=T, width=WIDTH, n_heads=HEADS, n_blocks=2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_are_measured_once_and_train_alike(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    class Checkpointed(GPT):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(self.norm(x))
+
+    def make() -> GPT:
+        torch.manual_seed(1)
+        return Checkpointed(GPTConfig(n_positions=T, width=WIDTH, n_heads=HEADS, n_blocks=2))
+
+    assert_same_training(make, tmp_path / "run")
+    train_steps(small(), tmp_path / "plain")
+    for signal in ("token_rank", "entropy", "value_rank", "sample_rank"):
+        expected, found = (measured(tmp_path / name, signal) for name in ("plain", "run"))
+        np.testing.assert_allclose(found["value"], expected["value"], rtol=1e-6)
+
+
+def test_micro_batches_of_a_step_are_pooled(tmp_path: Path) -> None:
+    """4 samples in a micro-batch say little of diversity; 16 micro-batches of them say it."""
+    assert_same_training(small, tmp_path / "run", micro=18, n=2)
+    ranks = measured(tmp_path / "run", "sample_rank").filter(pl.col("layer") == -1)
+    assert ranks["n_rows"].to_list() == [64, 64]
+    batch = torch.cat([windows(4, seed=part) for part in range(16)])[:, :-1]
+    model = small()
+    embedded = (model.tokens(batch) + model.positions.weight[:T]).mean(dim=1).detach().double()
+    s = np.linalg.svd(embedded - embedded.mean(dim=0), compute_uv=False)[:20]
+    p = s / s.sum()
+    assert ranks["value"][0] == pytest.approx(math.exp(-(p * np.log(p)).sum()) / 20, abs=1e-4)
+
+
+def test_frozen_layers_and_adapters_change_nothing(tmp_path: Path) -> None:
+    class Adapted(nn.Module):
+        """A linear layer with a low-rank adapter beside it."""
+
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.down = nn.Linear(base.in_features, 2, bias=False)
+            self.up = nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    def make() -> GPT:
+        model = small()
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.attention.qkv = Adapted(block.attention.qkv)
+        return model
+
+    assert_same_training(make, tmp_path / "run")
+    assert measured(tmp_path / "run", "token_rank")["layer"].unique().sort().to_list() == [0, 1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_of_the_training_forward_is_kept(compiled: bool, tmp_path: Path) -> None:
+    def trained(run: Path | None) -> list[float]:
+        torch._dynamo.reset()
+        inner = small()
+        model: Any = torch.compile(inner, backend="eager") if compiled else inner
+        monitor = GradeMonitor(model, run=run, every=1) if run else None
+        losses = []
+        for step in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = next_byte_loss(model, windows(4, seed=step))
+            loss.backward()
+            if monitor is not None:
+                monitor.step(loss)
+            losses.append(loss.item())
+        if monitor is not None:
+            monitor.close()
+            assert not monitor._recorder.failures
+        return losses
+
+    assert trained(tmp_path / "run") == trained(None)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        model = small()
+        x = model.tokens(windows(4, seed=0)[:, :-1]) + model.positions.weight[:T]
+        for block in model.blocks:
+            x = block(x)
+    s = np.linalg.svd(x.flatten(0, 1).double().numpy(), compute_uv=False)[:20]
+    p = s / s.sum()
+    first = measured(tmp_path / "run", "token_rank").filter(
+        (pl.col("layer") == 1) & (pl.col("variant") == "raw") & (pl.col("step") == 0)
+    )
+    assert first["value"].item() == pytest.approx(math.exp(-(p * np.log(p)).sum()) / 20, abs=1e-5)
+
+
+def test_sequence_first_encoder_is_read_the_right_way_round(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(24, 3, 32, batch_first=False)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(30, 5, 24)  # 5 samples
+    with capturing(find_blocks(encoder), _fail) as captured:
+        encoder(x)
+    torch.testing.assert_close(captured.samples[-1], x.mean(dim=0))
+
+
+def test_signals_of_a_block_follow_their_definitions(tmp_path: Path) -> None:
+    train_steps(
+        small(), tmp_path / "run", n=1, probe=windows(6), probe_loss=next_byte_loss
+    )
+    model = small()
+    with torch.no_grad():
+        x = model.tokens(windows(4, seed=0)[:, :-1]) + model.positions.weight[:T]
+        inputs = [x]
+        for block in model.blocks:
+            inputs.append(block(inputs[-1]))
+    before, after = (x.flatten(0, 1).double() for x in inputs[1:3])
+    s = np.linalg.svd(after.numpy(), compute_uv=False)
+    p = s / s.sum()
+    run = tmp_path / "run"
+
+    def of_last(signal: str) -> pl.DataFrame:
+        return measured(run, signal).filter(pl.col("layer") == 1)
+
+    raw = pl.col("variant") == "raw"
+    rank = math.exp(-(p * np.log(p)).sum())
+    assert of_last("effective_rank").filter(raw)["value"].item() == pytest.approx(rank, rel=1e-4)
+    full = of_last("token_rank_full").filter(raw)["value"].item()
+    assert full == pytest.approx(rank / WIDTH, rel=1e-4)
+    assert of_last("spectral_gap")["value"].item() == pytest.approx(s[0] / s[1], rel=1e-4)
+    cosine = F.cosine_similarity(before, after, dim=1).mean().item()
+    assert of_last("residual_similarity")["value"].item() == pytest.approx(cosine, abs=1e-5)
+    assert of_last("max_abs")["value"].item() == pytest.approx(after.abs().max().item(), rel=1e-5)
+    assert of_last("non_finite")["value"].item() == 0.0
+    halves = inputs[2].double().unflatten(1, (2, T // 2))
+    for number, name in enumerate(("front", "back")):
+        s = np.linalg.svd(halves[:, number].flatten(0, 1).numpy(), compute_uv=False)[:20]
+        p = s / s.sum()
+        found = of_last("segment_rank").filter(pl.col("segment") == name)["value"].item()
+        assert found == pytest.approx(math.exp(-(p * np.log(p)).sum()) / 20, abs=1e-4)
+    assert of_last("entropy")["head"].to_list() == list(range(HEADS))
+
+
+def test_sites_can_be_named_by_path_pattern_and_module(tmp_path: Path) -> None:
+    model = small()
+    by_pattern = GradeMonitor(model, run=tmp_path / "a", sites=["blocks.*"])
+    assert [site.path for site in by_pattern.sites] == ["blocks.0", "blocks.1"]
+    by_module = GradeMonitor(model, run=tmp_path / "b", sites=[model.blocks[1]])
+    assert [(site.layer, site.path) for site in by_module.sites] == [(0, "blocks.1")]
+    with pytest.raises(ValueError, match=r"'layers\.\*'"):
+        GradeMonitor(model, run=tmp_path / "c", sites=["layers.*"])
+    by_pattern.close(), by_module.close()
+
+
+def test_description_says_what_was_seen_of_each_block(tmp_path: Path) -> None:
+    class Unseen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x)
+
+    model = small()
+    model.blocks = nn.ModuleList([Unseen(), Unseen()])
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1)
+    assert "no forward seen yet" in monitor.describe()
+    loss = next_byte_loss(model, windows(4))
+    loss.backward()
+    monitor.step(loss)
+    assert monitor.flush()
+    text = monitor.describe()
+    assert "blocks.1  Unseen  output; not seen: attention, values" in text
+    assert "scaled_dot_product_attention" in text
+    monitor.close()

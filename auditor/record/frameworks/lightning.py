@@ -32,7 +32,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from auditor.errors import AuditorError
 from auditor.record.frameworks.exchange import SAVE_WAIT_S, exchange
 from auditor.record.identity import Locator
-from auditor.record.monitor import GradeMonitor, _call, _evaluating
+from auditor.record.live import call_on, evaluating
+from auditor.record.monitor import GradeMonitor
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.sampler import AuditedSampler
 from auditor.record.sites import find_blocks
@@ -446,10 +447,10 @@ class _Fit:
             probe = module.transfer_batch_to_device(probe, module.device, 0)
 
         def loss_of_probe(part: nn.Module, batch: Any) -> Any:
-            with trainer.precision_plugin.forward_context(), _evaluating(module):
+            with trainer.precision_plugin.forward_context(), evaluating(module):
                 if probe_loss is not None:
                     return probe_loss(module, batch)
-                return getattr(_call(part, batch), "loss", None)
+                return getattr(call_on(part, batch), "loss", None)
 
         self._monitor = GradeMonitor(
             _part_with_blocks(module),

@@ -1,0 +1,192 @@
+"""The training batch's own forward, looked at on a sampled step and at no other time.
+
+Hooks sit on the model from the end of the step before to the end of the sampled step, and on its
+blocks only while a forward of the model runs: a checkpointed block that is computed again during
+the backward does not meet them. A compiled model must not meet them at all, for it would be
+compiled again. There the arguments of the call are kept, and the eager module runs on them again,
+in evaluation mode and without gradients, when the step closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from auditor.record.capture import Captured, capturing
+from auditor.record.sites import Site, compiled_entry, eager
+
+Failed = Callable[[str, Exception], None]
+
+
+class LiveForward:
+    """Captures the forwards of one step: :meth:`arm` before it, :meth:`take` when it closes."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site], failed: Failed) -> None:
+        self._wrapped = model
+        self._model = eager(model)
+        self._sites = sites
+        self._failed = failed
+        self._captured: Captured | None = None
+        self._calls: list[Callable[[], None]] = []
+        self._armed = contextlib.ExitStack()
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was a training forward since the model was armed."""
+        return self._captured is not None or bool(self._calls)
+
+    def arm(self) -> None:
+        """Look at the forwards in training mode from now on, until there are rows enough."""
+        self.disarm()
+        self._captured, self._calls = None, []
+        self._armed = contextlib.ExitStack()
+        entry = compiled_entry(self._wrapped)
+        if entry is None:
+            self._hook(self._model, self._begin, self._end)
+        elif getattr(entry, "_compiled_call_impl", None) is not None:
+            self._intercept(entry)
+        else:
+            self._hook(entry, self._keep_call, None)
+
+    def disarm(self) -> None:
+        """Take the hooks off."""
+        self._armed.close()
+
+    def take(self) -> Captured | None:
+        """What the step's forwards showed; None where there was none in training mode."""
+        self.disarm()
+        captured, self._captured = self._captured, None
+        calls, self._calls = self._calls, []
+        for call in calls:
+            captured = Captured() if captured is None else captured
+            with (
+                evaluating(self._model),
+                torch.no_grad(),
+                torch.compiler.set_stance("force_eager"),
+                capturing(self._sites, self._failed, captured),
+            ):
+                call()
+            if captured.full:
+                break
+        return captured
+
+    # -- eager models ----------------------------------------------------------------------
+
+    def _hook(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None
+    ) -> None:
+        handle = module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+        self._armed.callback(handle.remove)
+        if after is not None:
+            done = module.register_forward_hook(_Hook(after), always_call=True)
+            self._armed.callback(done.remove)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _is_training(module) or torch.compiler.is_compiling():
+            return
+        if self._captured is not None and self._captured.full:
+            return
+        self._captured = self._captured or Captured()
+        self._inside = contextlib.ExitStack()
+        try:
+            self._inside.enter_context(capturing(self._sites, self._failed, self._captured))
+        except Exception as error:
+            self._failed("capture", error)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._inside.close()
+
+    _inside = contextlib.ExitStack()
+
+    # -- compiled models -------------------------------------------------------------------
+
+    def _keep_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _is_training(module) or len(self._calls) >= MAX_CALLS:
+            return
+        device = next((p.device.type for p in self._model.parameters()), "cpu")
+        enabled = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
+
+        def call() -> None:
+            with torch.autocast(device, dtype=dtype, enabled=enabled):
+                self._model(*args, **kwargs)
+
+        self._calls.append(call)
+
+    def _intercept(self, module: nn.Module) -> None:
+        """A module compiled in place: its hooks are compiled with it, so its call is wrapped."""
+        compiled: Any = module._compiled_call_impl
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self._keep_call(module, args, kwargs)
+            except Exception as error:
+                self._failed("capture", error)
+            return compiled(*args, **kwargs)
+
+        def restore() -> None:
+            if module._compiled_call_impl is called:
+                module._compiled_call_impl = compiled
+
+        module._compiled_call_impl = called
+        self._armed.callback(restore)
+
+
+MAX_CALLS = 8
+"""Calls of a compiled model that are kept to be run again; each holds its arguments."""
+
+
+def _is_training(module: nn.Module) -> bool:
+    """Not a side call in evaluation mode: a training batch."""
+    return module.training and torch.is_grad_enabled()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and random state and training flags afterwards as they were."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        # Not model.eval(): some layers override it, to merge adapters into weights for instance.
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def call_on(model: nn.Module, batch: Any) -> Any:
+    """The model on a batch: ``**`` of a mapping, ``*`` of a tuple or list."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+class _Hook:
+    """A hook that stays behind: in a copy of the model, or a saved one, it does nothing."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

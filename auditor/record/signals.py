@@ -1,0 +1,95 @@
+"""From what a forward showed to the rows of the signals table; numpy, on the recorder's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from auditor.measure.baseline import HeadBaselines
+from auditor.measure.spectrum import VARIANTS, rank_ratio, residual_similarity, spectrum
+from auditor.record.sites import Site
+
+MIN_SEGMENT_ROWS: Final = 32
+"""Rows that a segment of the sequence needs for a rank of its own."""
+
+Row = dict[str, Any]
+
+
+class Signals:
+    """Rows of ``schema.SIGNALS`` of one sampled step after another: :meth:`of`.
+
+    ``seen``: by layer, what was captured of it so far: positions, values, attention.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._paths = {site.layer: site.path for site in sites}
+        self._heads = HeadBaselines()
+        self.seen: dict[int, set[str]] = {}
+
+    def of(self, kind: str, captured: Mapping[str, Any], *, warm: bool) -> Iterator[Row]:
+        """Rows of one forward, ``kind`` live or probe; arrays by layer as ``Captured`` has them."""
+        positions = dict(captured["positions"].items())
+        for name, layers in (*captured.items(), ("positions", positions)):
+            for layer in layers:
+                self.seen.setdefault(layer, set()).add(name)
+        for layer, matrix in positions.items():
+            rows = [self._row("non_finite", layer, float(np.mean(~np.isfinite(matrix))))]
+            if layer >= 0:
+                rows += self._of_block(layer, matrix, positions.get(layer - 1))
+                rows += self._of_segments(layer, matrix, captured["places"][layer])
+            yield from ({**row, "kind": kind} for row in rows)
+        for signal, name in (("sample_rank", "samples"), ("value_rank", "values")):
+            for layer, matrix in captured[name].items():
+                ratio = rank_ratio(matrix, "centred")
+                row = self._row(signal, layer, ratio, variant="centred", n_rows=len(matrix))
+                yield {**row, "kind": kind}
+        for layer, heads in captured["attention"].items():
+            for row in self._of_attention(kind, layer, heads, warm):
+                yield {**row, "kind": kind}
+
+    def _row(self, signal: str, layer: int, value: float, **more: Any) -> Row:
+        site = self._paths.get(layer, "embedding")
+        return {"site": site, "layer": layer, "signal": signal, "value": value, **more}
+
+    def _of_block(self, layer: int, matrix: np.ndarray, inputs: np.ndarray | None) -> Iterator[Row]:
+        """A block's output [n, D], and its input at the same positions."""
+        n = len(matrix)
+        for variant in VARIANTS:
+            found = spectrum(matrix, variant)
+            more = {"variant": variant, "n_rows": n}
+            yield self._row("token_rank", layer, found.ratio(), **more)
+            yield self._row("token_rank_full", layer, found.ratio(None), **more)
+            yield self._row("effective_rank", layer, found.effective_rank, **more)
+            if variant == "raw":
+                yield self._row("spectral_gap", layer, found.gap, **more)
+        finite = np.abs(matrix[np.isfinite(matrix)])
+        yield self._row("max_abs", layer, float(finite.max()) if len(finite) else np.nan)
+        if inputs is not None and inputs.shape == matrix.shape:
+            similarity = residual_similarity(inputs, matrix)
+            yield self._row("residual_similarity", layer, similarity, n_rows=n)
+
+    def _of_segments(self, layer: int, matrix: np.ndarray, places: np.ndarray) -> Iterator[Row]:
+        """The first and the last half of the sequence, each by itself, equally many rows."""
+        halves = {"front": matrix[places < 0.5], "back": matrix[places >= 0.5]}
+        n = min(len(half) for half in halves.values())
+        if n < MIN_SEGMENT_ROWS:
+            return
+        for segment, half in halves.items():
+            rows = half[np.arange(n) * len(half) // n]
+            ratio = rank_ratio(rows, "raw")
+            yield self._row("segment_rank", layer, ratio, variant="raw", segment=segment, n_rows=n)
+
+    def _of_attention(self, kind: str, layer: int, heads: np.ndarray, warm: bool) -> Iterator[Row]:
+        """Statistics of an attention, [4, H] as ``capture.ATTENTION`` names them."""
+        entropy, normalised, no_sink, max_logit = heads
+        for head, value in enumerate(entropy):
+            yield self._row("entropy", layer, float(value), head=head)
+        yield self._row("entropy_mean", layer, float(entropy.mean()))
+        yield self._row("entropy_min", layer, float(entropy.min()), head=int(entropy.argmin()))
+        yield self._row("entropy_normalised", layer, float(normalised.mean()))
+        yield self._row("entropy_no_sink", layer, float(no_sink.mean()))
+        yield self._row("max_logit", layer, float(max_logit.max()), head=int(max_logit.argmax()))
+        fallen = self._heads.share_fallen(kind, layer, entropy.tolist(), warm=warm)
+        yield self._row("heads_fallen", layer, fallen)
