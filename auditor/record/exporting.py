@@ -23,6 +23,10 @@ PER_STEP: Final = frozenset({"auditor/loss", "auditor/grad_norm", "auditor/lr"})
 """Metrics of every step; all others are those of sampled steps."""
 
 
+PER_HEAD: Final = frozenset({"entropy"})
+"""Signals with a row for each head of a block: too many for a chart, and summed up by others."""
+
+
 class Exporter(Protocol):
     """Sends points somewhere. Any object with these two methods is one.
 
@@ -66,7 +70,8 @@ class Exporting:
     def send(self, step: int, values: Mapping[str, float]) -> None:
         """Queue one point for every exporter; does nothing without values, or once closed.
 
-        Called by one thread at a time. The exporters' threads start here, at the first point, because loader workers fork before it.
+        Called by one thread at a time. The exporters' threads start here, at the first point,
+        because loader workers fork before it.
         """
         if not values or self._closed or os.getpid() != self._process:
             return
@@ -155,13 +160,14 @@ def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     - a row of the embedding: ``PLACE/embedding``, which is not among those;
     - a row without a layer, and the grade: ``auditor/SIGNAL``.
 
-    Values that are None or NaN are left out; a signal with no other has no names.
+    Values that are None or NaN are left out; a signal with no other has no names. So are the rows
+    of single heads (``PER_HEAD``).
     """
     metrics: dict[str, float] = {}
     blocks: dict[str, list[float]] = {}
     for row in rows:
         value, layer = row["value"], row.get("layer")
-        if value is None or math.isnan(value):
+        if value is None or math.isnan(value) or row["signal"] in PER_HEAD:
             continue
         if layer is None or row["signal"] == "grade":
             metrics[f"auditor/{row['signal']}"] = float(value)
