@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from auditor.demo.model import GPT, Attention, GPTConfig, next_byte_loss
 from auditor.measure.spectrum import attention_entropy

@@ -1,0 +1,373 @@
+"""Checkpoints of a run, scored by what was recorded around them: which are unharmed."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import polars as pl
+
+from auditor.errors import RunError
+from auditor.explain.events import events_of
+from auditor.explain.grades import grades_of
+from auditor.measure.grading import Grade
+from auditor.measure.recovery import (
+    LOOKBACK_STEPS,
+    ROLLBACK_GRADE,
+    Checkpoint,
+    choose_checkpoint,
+    find_drop,
+    grade_at,
+)
+from auditor.run import Run, polars_schema
+
+NEIGHBOUR_STEPS: Final = 100
+"""The lowest grade is looked for among so many steps before a checkpoint, and after it."""
+
+LOSS_STEPS: Final = 50
+
+MODEL_EVENTS: Final = frozenset(
+    {"grade_drop", "ratio_fall", "probe_loss_rise", "entropy_fall", "non_finite"}
+)
+"""Events that mean the model changed; the others are of the input or of a single step."""
+
+CHECKPOINTS: Final[Mapping[str, str]] = {
+    "path": "str",
+    "step": "i64",
+    "attempt": "i32",  # null: found by a pattern
+    "exists": "bool",  # null: not a local path
+    "graded_step": "i64",  # the sampled step at or before it
+    "grade": "i32",  # there; null: none before it, or no ratio was defined
+    "ratio": "f64",
+    "lowest_before": "i32",  # lowest grade of the 100 steps up to it
+    "lowest_after": "i32",  # of the 100 steps after it
+    "loss": "f64",  # training loss, median of the last 50 steps
+    "probe_loss": "f64",  # at the sampled step at or before it
+    "verdict": "str",  # good, suspect, after onset
+    "reason": "str",
+    "best": "bool",  # the one to go back to
+}
+"""Columns of the scored checkpoints."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Checkpoints of a run by step: ``table`` has ``CHECKPOINTS``.
+
+    ``grades`` are those of the run as it went on in the end, ``drop_onset`` the onset that the best
+    checkpoint must precede. ``not_understood`` are names found without a step, ``n_dropped`` torn
+    lines of the register.
+    """
+
+    table: pl.DataFrame
+    checkpoints: tuple[Checkpoint, ...]
+    grades: tuple[Grade, ...]
+    events: pl.DataFrame
+    drop_onset: tuple[int, int] | None
+    not_understood: tuple[str, ...]
+    n_dropped: int
+
+    @property
+    def available(self) -> list[Checkpoint]:
+        """Those that are not known to be missing."""
+        is_there = self.table["exists"].fill_null(True)
+        return [one for one, there in zip(self.checkpoints, is_there, strict=True) if there]
+
+
+def registered(run: Path) -> tuple[list[Checkpoint], int]:
+    """Checkpoints that training registered, by attempt and step, and how many torn lines there are.
+
+    What several ranks registered is there once.
+    """
+    found: dict[tuple[int, str], Checkpoint] = {}
+    n_dropped = 0
+    for file in sorted(run.glob("checkpoints/rank-*.jsonl")):
+        for line in file.read_bytes().split(b"\n"):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                attempt, step = int(entry["attempt"]), int(entry["step"])
+                path = str(entry["path"])
+            except (ValueError, KeyError, TypeError):
+                n_dropped += 1
+                continue
+            # Of the same path written twice the later content is what is there.
+            found[(attempt, path)] = Checkpoint(path, step, attempt=attempt)
+    by_path = {one.path: one for one in sorted(found.values(), key=_in_order)}
+    return sorted(by_path.values(), key=_in_order), n_dropped
+
+
+def find_checkpoints(pattern: str) -> tuple[list[Checkpoint], list[str]]:
+    """Checkpoints whose names match a glob, by step, and the names without a step.
+
+    ``{step}`` in the pattern stands for the step's digits; without it the step is what
+    :func:`step_of` finds in the name, or in the folder's where the name has none: the folder then
+    is the checkpoint.
+
+    Raises:
+        RunError: nothing matches.
+        ValueError: the pattern holds ``{step}`` more than once.
+    """
+    if pattern.count("{step}") > 1:
+        raise ValueError(f"a pattern holds {{step}} once, got {pattern!r}")
+    # Not Path.glob: it refuses absolute patterns.
+    names = sorted(glob.glob(pattern.replace("{step}", "*"), recursive=True))  # noqa: PTH207
+    if not names:
+        raise RunError(
+            "no checkpoint matches",
+            path=pattern,
+            remedy="Quote the pattern, and give it from the current folder or as an absolute path",
+        )
+    found: dict[str, Checkpoint] = {}
+    not_understood = []
+    named = _with_step(pattern) if "{step}" in pattern else None
+    for name in names:
+        path = Path(name)
+        if named is not None:
+            match = named.fullmatch(name)
+            step = int(match["step"]) if match else None
+        else:
+            step = step_of(path.name)
+            if step is None and (inside := step_of(path.parent.name)) is not None:
+                step, path = inside, path.parent
+        if step is None:
+            not_understood.append(name)
+        else:
+            found[str(path)] = Checkpoint(str(path), step)
+    return sorted(found.values(), key=_in_order), not_understood
+
+
+_NO_STEP = re.compile(
+    r"\d{4}-\d{2}-\d{2}(?:[T_-]\d{2}[-:.]?\d{2}(?:[-:.]?\d{2})?)?"  # dates and times
+    r"|\d+-of-\d+"  # parts of a checkpoint
+    r"|\d*\.\d+(?:e[+-]?\d+)?"  # losses and rates
+    r"|\d+(?:e[+-]?\d+)"
+    # Numbers of other things, and sizes: 7b, 4k.
+    r"|(?:epochs?|ep|rank|shard|part|seed|version|v|lr|loss|acc|bs|worker|node|gpu)[=_-]?\d+"
+    r"|\d+(?=[a-z])",
+    re.IGNORECASE,
+)
+_STEP = re.compile(r"(?:steps?|iter|iters|iteration|updates?)[=_-]?(\d+)(?![a-z\d])", re.IGNORECASE)
+_SUFFIX = re.compile(r"(?:\.[a-z][a-z0-9]*)+$", re.IGNORECASE)
+_MOST_DIGITS: Final = 15
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's name, None where it has none.
+
+    What follows ``step``, ``iter`` or ``update``; otherwise the last integer that is no date, part
+    of a set, decimal number, size (``7b``), or number of something else (``epoch=3``, ``v2``).
+
+    >>> [step_of(name) for name in ("epoch=0-step=500.ckpt", "checkpoint-500", "epoch=3.ckpt")]
+    [500, 500, None]
+    """
+    labelled = [one for one in _STEP.findall(name) if len(one) <= _MOST_DIGITS]
+    if labelled:
+        return int(labelled[-1])
+    # A letter before a label makes it part of another word: "deep7" is no epoch.
+    rest = _NO_STEP.sub(_blank_unless_inside_a_word, _SUFFIX.sub("", name))
+    numbers = [one for one in re.findall(r"\d+", rest) if len(one) <= _MOST_DIGITS]
+    return int(numbers[-1]) if numbers else None
+
+
+def score(run: Run, pattern: str | None = None) -> Scored:
+    """Score the checkpoints that match a pattern, or without one those that were registered.
+
+    Raises:
+        RunError: nothing matches the pattern.
+        ValueError: the pattern holds ``{step}`` more than once.
+    """
+    if pattern is None:
+        checkpoints, n_dropped = registered(run.path)
+        not_understood: list[str] = []
+    else:
+        (checkpoints, not_understood), n_dropped = find_checkpoints(pattern), 0
+    signals = run.scan("signals", view="all").collect()
+    courses: dict[int | None, Course] = {}
+    rows, known = [], []
+    for one in checkpoints:
+        if one.attempt not in courses:
+            courses[one.attempt] = Course(signals, one.attempt)
+        row = courses[one.attempt].scored(one)
+        rows.append(row)
+        known.append(replace(one, grade=row["grade"], loss=row["loss"]))
+    whole = courses.get(None) or Course(signals, None)
+    table = pl.DataFrame(rows, schema=polars_schema(CHECKPOINTS), orient="row")
+    best, is_good = choose_checkpoint(
+        [one for one, row in zip(known, rows, strict=True) if row["exists"] is not False],
+        whole.grades,
+        None if whole.onset is None else whole.onset[0],
+    )
+    marks = [is_good and one is best for one in known]
+    return Scored(
+        table=table.with_columns(best=pl.Series(marks, dtype=pl.Boolean)),
+        checkpoints=tuple(known),
+        grades=whole.grades,
+        events=whole.events,
+        drop_onset=whole.onset,
+        not_understood=tuple(not_understood),
+        n_dropped=n_dropped,
+    )
+
+
+def as_grades(frame: pl.DataFrame) -> tuple[Grade, ...]:
+    """A frame of grades as the objects that the recovery plan reads."""
+    return tuple(
+        Grade(
+            row["step"],
+            float("nan") if row["ratio"] is None else row["ratio"],
+            row["grade"],
+            row["layer"],
+            row["alert"],
+        )
+        for row in frame.sort("step").iter_rows(named=True)
+    )
+
+
+def onset_by_events(events: pl.DataFrame, low: int, high: int, trough_step: int) -> tuple[int, int]:
+    """The onset of a drop, by the earliest event of the model that is part of the same episode."""
+    of_model = events.filter(pl.col("kind").is_in(list(MODEL_EVENTS)))
+    episodes = of_model.filter(
+        (pl.col("onset_high") <= trough_step)
+        & (pl.col("recovery_step").fill_null(trough_step + 1) > low)
+    )["episode"]
+    same = of_model.filter(pl.col("episode").is_in(episodes.unique().to_list()))
+    first = same.sort("onset_high", "onset_low")
+    for row in first.head(1).iter_rows(named=True):
+        if row["onset_high"] < high:
+            return row["onset_low"], row["onset_high"]
+    return low, high
+
+
+class Course:
+    """What led up to an attempt, None: to the last; without what was rolled back on the way.
+
+    ``onset`` is that of a drop which has not recovered, None where there is none.
+    """
+
+    def __init__(self, signals: pl.DataFrame, attempt: int | None) -> None:
+        if attempt is not None:
+            signals = signals.filter(pl.col("attempt") <= attempt)
+        self._signals = _effective(signals)
+        frame = grades_of(self._signals)
+        self.grades = as_grades(frame)
+        self.events = events_of(self._signals, frame)
+        drop = find_drop(self.grades)
+        self.onset: tuple[int, int] | None = None
+        if drop is not None and drop.recovery_step is None:
+            self.onset = onset_by_events(
+                self.events, drop.onset_low, drop.onset_high, drop.trough.step
+            )
+        self._losses = _by_step(self._signals, "loss", "step")
+        self._probe_losses = _by_step(self._signals, "probe_loss", "probe")
+
+    def scored(self, one: Checkpoint) -> dict[str, Any]:
+        """The checkpoint's row of ``CHECKPOINTS``, not yet compared with others."""
+        at = grade_at(self.grades, one.step)
+        lowest_before = self._lowest(one.step - NEIGHBOUR_STEPS, one.step)
+        grade = None if at is None else at.grade
+        verdict, reason = self._verdict(one.step, at, lowest_before)
+        recent = self._losses.filter(
+            (pl.col("step") <= one.step) & (pl.col("step") > one.step - LOSS_STEPS)
+        )["value"]
+        probe = self._probe_losses.filter(pl.col("step") <= one.step)["value"]
+        return {
+            "path": one.path,
+            "step": one.step,
+            "attempt": one.attempt,
+            "exists": None if "://" in one.path else Path(one.path).exists(),
+            "graded_step": None if at is None else at.step,
+            "grade": grade,
+            "ratio": None if at is None or at.grade is None else at.ratio,
+            "lowest_before": lowest_before,
+            "lowest_after": self._lowest(one.step + 1, one.step + NEIGHBOUR_STEPS),
+            "loss": recent.median(),
+            "probe_loss": probe[-1] if len(probe) else None,
+            "verdict": verdict,
+            "reason": reason,
+            "best": False,
+        }
+
+    def _verdict(self, step: int, at: Grade | None, lowest_before: int | None) -> tuple[str, str]:
+        for low, high, end in self._damaged():
+            if step > low and (end is None or step < end):
+                until = "not recovered since" if end is None else f"recovered by {end}"
+                return "after onset", f"onset after step {low}, by step {high}; {until}"
+        if at is None:
+            return "suspect", "no grade was recorded up to it"
+        if at.grade is None:
+            return "suspect", f"no ratio was defined at step {at.step}"
+        if min(at.grade, at.grade if lowest_before is None else lowest_before) < ROLLBACK_GRADE:
+            if at.alert == "warming":
+                return "suspect", "ranks are low in the warm-up of every run"
+            return "suspect", f"below S{ROLLBACK_GRADE} in the {NEIGHBOUR_STEPS} steps up to it"
+        for low, _, _ in self._damaged():
+            if low - LOOKBACK_STEPS < step <= low:
+                return "good", f"{low - step} steps before an onset: suspected batches are in it"
+        return "good", ""
+
+    def _damaged(self) -> Iterable[tuple[int, int, int | None]]:
+        """(onset_low, onset_high, recovery_step) of what happened to the model."""
+        if self.onset is not None:
+            yield (*self.onset, None)
+        for row in self.events.filter(pl.col("kind").is_in(list(MODEL_EVENTS))).iter_rows(
+            named=True
+        ):
+            yield row["onset_low"], row["onset_high"], row["recovery_step"]
+
+    def _lowest(self, low: int, high: int) -> int | None:
+        near = [one.grade for one in self.grades if low <= one.step <= high]
+        return min((one for one in near if one is not None), default=None)
+
+
+def _effective(signals: pl.DataFrame) -> pl.DataFrame:
+    """Without what a later one of these attempts trained again, or went back behind."""
+    first = signals.group_by("rank", "attempt").agg(pl.col("step").min().alias("first"))
+    rolled_back = pl.lit(False)
+    for row in first.iter_rows(named=True):
+        rolled_back |= (
+            (pl.col("rank") == row["rank"])
+            & (pl.col("attempt") < row["attempt"])
+            & (pl.col("step") >= row["first"])
+        )
+    return signals.filter(~rolled_back)
+
+
+def _by_step(signals: pl.DataFrame, signal: str, kind: str) -> pl.DataFrame:
+    own = signals.filter(
+        (pl.col("signal") == signal)
+        & (pl.col("kind") == kind)
+        & pl.col("value").is_finite().fill_null(False)
+    )
+    return own.group_by("step").agg(pl.col("value").mean()).sort("step")
+
+
+def _with_step(pattern: str) -> re.Pattern[str]:
+    """A glob with ``{step}`` in it as an expression over whole paths."""
+    parts = re.split(r"(\{step\}|\*\*/?|\*|\?|\[!?[^\]]+\])", pattern)
+    meanings = {"{step}": r"(?P<step>\d{1,15})", "**": ".*", "**/": ".*", "*": "[^/]*", "?": "[^/]"}
+    text = ""
+    for part in parts:
+        if part in meanings:
+            text += meanings[part]
+        elif part.startswith("[") and part.endswith("]"):
+            text += f"[^{part[2:]}" if part.startswith("[!") else part
+        else:
+            text += re.escape(part)
+    return re.compile(text)
+
+
+def _blank_unless_inside_a_word(match: re.Match[str]) -> str:
+    start = match.start()
+    inside = start > 0 and match[0][0].isalpha() and match.string[start - 1].isalpha()
+    return match[0] if inside else " "
+
+
+def _in_order(one: Checkpoint) -> tuple[int, int, str]:
+    return (one.step, -1 if one.attempt is None else one.attempt, one.path)
