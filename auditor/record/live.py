@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from auditor.record.capture import Captured, capturing
+from auditor.record.sharding import reshard
 from auditor.record.sites import Site, compiled_entry, eager
 
 Failed = Callable[[str, Exception], None]
@@ -79,10 +80,10 @@ class LiveForward:
     def _hook(
         self, module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None
     ) -> None:
-        handle = module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+        handle = module.register_forward_pre_hook(_Hook(before, self._failed), with_kwargs=True)
         self._armed.callback(handle.remove)
         if after is not None:
-            done = module.register_forward_hook(_Hook(after), always_call=True)
+            done = module.register_forward_hook(_Hook(after, self._failed), always_call=True)
             self._armed.callback(done.remove)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -92,10 +93,7 @@ class LiveForward:
             return
         self._captured = self._captured or Captured()
         self._inside = contextlib.ExitStack()
-        try:
-            self._inside.enter_context(capturing(self._sites, self._failed, self._captured))
-        except Exception as error:
-            self._failed("capture", error)
+        self._inside.enter_context(capturing(self._sites, self._failed, self._captured))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -148,7 +146,7 @@ def _is_training(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and random state and training flags afterwards as they were."""
+    """Evaluation mode; random state, training flags and shards afterwards as they were."""
     training = [module for module in model.modules() if module.training]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
@@ -160,6 +158,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+            # A forward without a backward leaves the root's parameters whole: the next training
+            # forward would take them for the ones that the optimizer has updated meanwhile.
+            reshard(model)
 
 
 def call_on(model: nn.Module, batch: Any) -> Any:
@@ -172,13 +173,20 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class _Hook:
-    """A hook that stays behind: in a copy of the model, or a saved one, it does nothing."""
+    """A hook that stays behind: in a copy of the model, or a saved one, it does nothing.
 
-    def __init__(self, hook: Callable[..., None]) -> None:
+    What it raises does not reach the forward.
+    """
+
+    def __init__(self, hook: Callable[..., None], failed: Failed) -> None:
         self._hook = hook
+        self._failed = failed
 
     def __call__(self, *args: Any) -> None:
-        self._hook(*args)
+        try:
+            self._hook(*args)
+        except Exception as error:
+            self._failed("capture", error)
 
     def __reduce__(self) -> Any:
         return _no_hook, ()

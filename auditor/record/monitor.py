@@ -264,15 +264,18 @@ class GradeMonitor:
             self._failed("the probe", probe_error)
         elif probe is not None:
             seen, probe_loss = self._run_probe(probe)
-        work = functools.partial(
-            self._analyse,
-            step,
-            None if live is None else fetched(live),
-            None if seen is None else fetched(seen),
-            probe_loss,
-            time.perf_counter() - began if extra else None,
-        )
-        self._recorder.submit(work, what="samples")
+        try:
+            work = functools.partial(
+                self._analyse,
+                step,
+                None if live is None else fetched(live),
+                None if seen is None else fetched(seen),
+                probe_loss,
+                time.perf_counter() - began if extra else None,
+            )
+            self._recorder.submit(work, what="samples")
+        except Exception as error:  # the gradient norm that follows may be a collective
+            self._failed("a sample", error)
 
     def _act(self) -> None:
         """Call the actions for alerts that became known since the last step."""

@@ -28,6 +28,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters of modules that ``fully_shard`` divided; else nothing."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+
+
 def agreement(model: nn.Module) -> Callable[[list[bool]], list[bool]]:
     """A collective: element by element, whether it holds on any rank."""
     parameter = next(model.parameters())
