@@ -64,6 +64,7 @@ def main() -> None:
 
     \b
       auditor report run/                       what happened, and which data was there
+      auditor watch run/                        a dashboard while it trains
       auditor exposures run/ --step 9500        what the model saw around a step
       auditor replay-order run/                 every sample in the order it was consumed
       auditor dedupe run/ --out cleaned/        cleaned shards and a manifest
@@ -141,6 +142,37 @@ def report(run: Path, as_json: bool, html: Path | None) -> None:
     from auditor.show.terminal import print_report
 
     print_report(_console(), produced.explanation, produced.proposal, produced.html)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--every",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks at the run.",
+)
+@click.option("--once", is_flag=True, help="Print the screen once and exit.")
+@click.option("--rank", type=click.IntRange(0), help="Only this rank.  [default: all together]")
+def watch(run: Path, every: float, once: bool, rank: int | None) -> None:
+    """Follow a training while it runs: grade, attention, loss and data on one screen.
+
+    RUN is only read; it may lie on another machine's disk, and need not exist yet. q quits. Where
+    the output is no terminal, the screen is printed once, as plain text.
+
+    \b
+    Examples:
+      auditor watch run/
+      auditor watch run/ --every 10 --rank 3
+      auditor watch run/ --once
+    """
+    from auditor.show.watch import follow, print_once
+
+    if once or not sys.stdout.isatty():
+        print_once(run, rank)
+    else:
+        follow(run, rank, every)
 
 
 @main.command()
