@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from auditor.measure.baseline import Deviations, memorisation
 from auditor.measure.grading import DEFAULT_POLICY, Alert, Alerts, Grade, Grader, Policy
 from auditor.record.capture import Captured, capturing
+from auditor.record.exporting import Exporter, Exporting, metrics_of
 from auditor.record.live import LiveForward, call_on, evaluating
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.schedule import Schedule
@@ -30,6 +31,9 @@ log = logging.getLogger("auditor")
 
 SCALARS_STEPS: Final = 50
 """Losses, norms and learning rates are copied from the device together, this often."""
+
+EXPORTERS_CLOSE_S: Final = 10.0
+"""How long closing waits for exporters."""
 
 ALERTS_KEPT: Final = 64
 """Alerts that wait for the training thread at most."""
@@ -75,7 +79,9 @@ class GradeMonitor:
         policy: thresholds of grades and alerts.
         budget: share of the time that the denser samples may take, as a hard cap.
         on_alert: actions, each called as ``action(alert, monitor)`` inside :meth:`step`, on the
-            training thread, once the alert is known. None by default.
+            training thread, once the alert is known. None by default; ready-made ones are in
+            :mod:`auditor.record.actions`.
+        exporters: where signals are sent as well, by rank 0; see :mod:`auditor.record.exporters`.
 
     ``grade`` is the latest grade, computed on the recorder's thread a moment after its step;
     ``grades`` all of this process, ``alerts`` all alerts. ``should_stop`` is set by an action that
@@ -99,6 +105,7 @@ class GradeMonitor:
         policy: Policy = DEFAULT_POLICY,
         budget: float = 0.01,
         on_alert: Action | Sequence[Action] = (),
+        exporters: Sequence[Exporter] = (),
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every!r}")
@@ -122,6 +129,8 @@ class GradeMonitor:
         sharded = is_sharded(self._model)
         self._schedule = Schedule(every, budget, agree=agreement(self._model) if sharded else None)
         self._on_cpu = not any(p.device.type == "cuda" for p in self._model.parameters())
+        of_first_rank = exporters if self._recorder.attempt.rank == 0 else ()
+        self._exporting = Exporting(of_first_rank, self._failed)
         self._live = LiveForward(model, self.sites, self._failed)
         self._scalars: list[_Scalars] = []
         self.grades: list[Grade] = []
@@ -156,6 +165,7 @@ class GradeMonitor:
         )
         self._recorder.hold_out(_token_rows(self._probe))
         self._recorder.on_close.append(self._send_scalars)
+        self._recorder.on_stopped.append(self._close_exporters)
 
     @property
     def grade(self) -> Grade | None:
@@ -203,6 +213,11 @@ class GradeMonitor:
         except Exception as error:
             self._failed("GradeMonitor.close", error)
         self._recorder.close()
+
+    def _close_exporters(self) -> None:
+        self._exporting.close(EXPORTERS_CLOSE_S)
+        if self._exporting.dropped:
+            self._recorder.counts["dropped_points"] = self._exporting.dropped
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until everything so far is on disk and graded; False when it took too long."""
@@ -342,6 +357,7 @@ class GradeMonitor:
         )
         self.grades.append(grade)
         self._recorder.append_signals(step, rows)
+        self._exporting.send(step, metrics_of(rows))
         if extra_s is not None:
             beside = time.thread_time() - began if self._on_cpu else 0.0
             self._schedule.spend(extra_s + beside)
@@ -388,15 +404,23 @@ class GradeMonitor:
         def write() -> None:
             losses = loss().astype(np.float64)
             self._losses.extend(losses.tolist())
+            grad_norm = np.full(len(scalars), np.nan)
+            if norm is not None:
+                grad_norm[[one.grad_norm is not None for one in scalars]] = norm()
             columns = {
                 "step": np.asarray([one.step for one in scalars], np.int64),
                 "loss": losses,
                 "lr": np.asarray([np.nan if s.lr is None else s.lr for s in scalars]),
+                "grad_norm": grad_norm,
             }
-            grad_norm = np.full(len(scalars), np.nan)
-            if norm is not None:
-                grad_norm[[one.grad_norm is not None for one in scalars]] = norm()
-            self._recorder.append_scalars({**columns, "grad_norm": grad_norm})
+            self._recorder.append_scalars(columns)
+            for n, one in enumerate(scalars):
+                values = {"auditor/loss": float(losses[n])}
+                if one.lr is not None:
+                    values["auditor/lr"] = one.lr
+                if one.grad_norm is not None:
+                    values["auditor/grad_norm"] = float(grad_norm[n])
+                self._exporting.send(one.step, values)
 
         self._recorder.submit(write, what="scalars")
 

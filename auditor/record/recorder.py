@@ -109,7 +109,8 @@ class Recorder:
         self.closed = False
         self.last_scores: Mapping[str, Any] | None = None
         self.last_batches: tuple[int, ...] = ()
-        self.on_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []  # before the last tasks are run
+        self.on_stopped: list[Callable[[], None]] = []  # after
         self._n_batches = 0
         self._pending: list[int] = []
         self._n_with_gradients = 0  # of the pending batches, from the first
@@ -352,12 +353,9 @@ class Recorder:
         """
         if self.closed or os.getpid() != self._process:
             return
-        for send in self.on_close:
-            try:
-                send()
-            except Exception as error:
-                self.failed("closing", error)
+        self._call(self.on_close)
         finished = self._background.stop(CLOSE_S)
+        self._call(self.on_stopped)
         self.closed = True
         for watch in list(self._watches.values()):
             watch.remove()
@@ -378,6 +376,13 @@ class Recorder:
             )
         except OSError as error:
             self.failed("closing", error)
+
+    def _call(self, hooks: Sequence[Callable[[], None]]) -> None:
+        for hook in hooks:
+            try:
+                hook()
+            except Exception as error:
+                self.failed("closing", error)
 
     # -- the background thread -------------------------------------------------------------
 
