@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from auditor.measure.grading import DEFAULT_POLICY, Grade, Grader, grade_of
+from auditor.measure.grading import (
+    DEFAULT_POLICY,
+    Alert,
+    Alerts,
+    Grade,
+    Grader,
+    Policy,
+    grade_of,
+)
 
 SCALE = {1.2: 7, 0.7: 7, 0.6999: 6, 0.63: 6, 0.6: 6, 0.5: 5, 0.41: 4, 0.3: 3, 0.2: 2, 0.1: 1}
 SCALE |= {0.0999: 0, 0.0: 0, 0.1 + 0.2: 3}
@@ -89,3 +97,71 @@ def test_undefined_ratios_give_an_undefined_grade_and_do_not_enter_the_baseline(
     grades = graded([(0.8, 0.8)] * 20 + [(math.nan, math.nan)] + [(0.8, 0.8)])
     assert (grades[20].grade, grades[20].alert) == (None, "undefined")
     assert grades[21].grade == 7
+
+
+# -- alerts: what a person is told -----------------------------------------------------------
+
+
+def told(values: list[float], every: int = 10, policy: Policy = DEFAULT_POLICY) -> list[Alert]:
+    """Alerts of a run whose column ratio goes through these values."""
+    grader, alerts = Grader(policy), Alerts(policy=policy)
+    found = [
+        alerts.of_grade(grader.update(i * every, {0: 0.8}, {0: v})) for i, v in enumerate(values)
+    ]
+    return [alert for alert in found if alert is not None]
+
+
+def test_one_odd_sample_alarms_nobody_and_the_second_does() -> None:
+    assert told([0.8] * 20 + [0.45] + [0.8] * 20) == []
+    (alert, *_) = told([0.8] * 20 + [0.45] * 2)
+    assert (alert.level, alert.step, alert.grade, alert.layer) == ("danger", 210, 4, 0)
+    assert alert.message == "step 210: danger: grade S4, ratio 0.45 in block 0"
+
+
+def test_a_ratio_that_hovers_at_a_threshold_alarms_once() -> None:
+    hovering = [0.8] * 20 + [0.8 - 0.002 * i for i in range(150)] + [0.49, 0.49, 0.51, 0.51] * 50
+    levels = [alert.level for alert in told(hovering)]
+    assert levels == ["watch"]
+
+
+def test_an_alert_is_taken_back_once_the_run_is_well_again() -> None:
+    falling = [0.8 - 0.005 * i for i in range(70)]
+    levels = [alert.level for alert in told([0.8] * 20 + falling + [0.8] * 30)]
+    assert levels == ["watch", "recovered"]
+
+
+def test_the_same_level_is_not_raised_again_within_the_cool_down() -> None:
+    wave = [0.8] * 20 + ([0.45] * 4 + [0.8] * 6) * 8
+    raised = [alert.step for alert in told(wave) if alert.level == "danger"]
+    assert len(raised) == 2
+    assert raised[1] - raised[0] >= DEFAULT_POLICY.cooldown_steps
+
+
+def test_undefined_ratios_alarm_at_once() -> None:
+    (alert,) = told([0.8] * 20 + [math.nan])
+    assert (alert.level, alert.grade) == ("danger", None)
+
+
+def test_every_threshold_is_a_setting_that_is_checked() -> None:
+    early = Policy.of({"warmup_samples": 2, "warmup_steps": 20, "confirm_samples": 1})
+    assert told([0.8] * 5 + [0.45], policy=early)[0].step == 50
+    with pytest.raises(ValueError, match=r"'danger'.*danger_grade"):
+        Policy.of({"danger": 1})
+    with pytest.raises(ValueError, match=r"warmup_steps must be a whole number, got 1\.5"):
+        Policy.of({"warmup_steps": 1.5})
+    with pytest.raises(ValueError, match="quick_fall"):
+        Policy(quick_fall=-0.1)
+
+
+def test_the_table_of_three_levels_on_the_log_that_goes_with_it() -> None:
+    """A run that is well, is watched while it falls through S4 and S3, and is in danger at S2."""
+    log = [0.78] * 20 + [0.72, 0.66, 0.63, 0.58, 0.52, 0.47, 0.44, 0.41, 0.38, 0.34, 0.31, 0.24]
+    grades = []
+    grader = Grader()
+    for i, value in enumerate(log):
+        grades.append(grader.update(i * 200, {0: 0.8}, {0: value}))
+    by_grade = {g.grade: g.alert for g in grades if g.step > 200 * 19}
+    assert by_grade[7] == by_grade[6] == by_grade[5] == "healthy"
+    assert by_grade[4] == by_grade[3] == "watch, falling"
+    assert by_grade[2] == "danger"
+    assert grade_of(0.63) == 6

@@ -75,7 +75,7 @@ def test_one_sample_without_a_defined_ratio_is_a_severe_drop() -> None:
 def test_a_severe_drop_in_numbers() -> None:
     """From .75 to .05 after step 295, lowest at 320, still low at the end."""
     grades = course(*HEALTHY, (0.3, 310), (0.2, 320), (0.05, 325), (0.12, 500))
-    checkpoints = [Checkpoint(f"step_{step}", step) for step in (100, 200, 290, 300, 400)]
+    checkpoints = [Checkpoint(f"step_{step}", step) for step in (100, 200, 290, 295, 300, 400)]
     rates = {**RATES, 298: 1e-2, 299: 2e-2}
     found = plan(grades, checkpoints, learning_rates=rates)
     assert found.state == "danger"
@@ -144,6 +144,24 @@ def test_of_two_drops_the_one_that_lasts_is_planned_for() -> None:
     assert drop is not None and drop.onset_low == 595 and drop.recovery_step is None
 
 
+def test_a_grade_that_was_low_since_the_warm_up_has_not_dropped() -> None:
+    """It is an alarm all the same, but there is no better time to go back to."""
+    rising = course((0.2, 100), *[(0.2 + 0.005 * i, 100 + 5 * i) for i in range(1, 50)])
+    assert rising[25].alert == "danger"
+    found = plan(rising)
+    assert found.state == "none"
+    assert "low and was never better since the warm-up" in found.summary
+
+
+def test_a_fall_from_a_level_that_was_watched_begins_at_the_fall() -> None:
+    """Stable at S4 for long, then S1: the checkpoint to go back to is of S4, not of S7."""
+    slowly = [(0.75 - 0.01 * i, 300 + 25 * i) for i in range(1, 31)]
+    grades = course(*HEALTHY, *slowly, (0.45, 1500), (0.15, 1550))
+    found = plan(grades, [Checkpoint("healthy", 250), Checkpoint("stable", 1450)])
+    assert found.drop is not None and found.drop.onset_low == 1495
+    assert found.checkpoint is not None and found.checkpoint.path == "stable"
+
+
 def test_a_gradual_fall_begins_where_it_left_the_level() -> None:
     """Alarm at S4, onset a quarter of the way down: at .60 of .75 to .15."""
     ratios = [0.75] * 60 + [0.75 - 0.05 * i for i in range(1, 13)] + [0.15] * 10
@@ -199,7 +217,7 @@ def test_collapsed_attention_asks_for_normalised_queries_and_keys() -> None:
 def test_the_chosen_checkpoint_is_what_the_rule_says(
     grades: list[float], steps: list[int], onset: int
 ) -> None:
-    """Against the rule by brute force: the last at S4 or better and not after the onset."""
+    """Against the rule by brute force: the last at S4 or better and from before the onset."""
     history = [Grade(EVERY * i, ratio, grade_of(ratio), 0, "") for i, ratio in enumerate(grades)]
     found, is_good = choose_checkpoint([Checkpoint(str(s), s) for s in steps], history, onset)
 
@@ -208,14 +226,14 @@ def test_the_chosen_checkpoint_is_what_the_rule_says(
         assert grade is not None
         return grade
 
-    fitting = [step for step in steps if step <= onset and at(step) >= 4]
+    fitting = [step for step in steps if step < onset and at(step) >= 4]
     assert is_good == bool(fitting)
     assert (found is None) == (not steps)
     if fitting:
         assert found is not None and found.step == max(fitting)
-    elif found is not None and any(step <= onset for step in steps):
-        assert found.step <= onset
-        assert at(found.step) == max(at(step) for step in steps if step <= onset)
+    elif found is not None and any(step < onset for step in steps):
+        assert found.step < onset
+        assert at(found.step) == max(at(step) for step in steps if step < onset)
 
 
 def test_the_grade_of_a_step_is_that_of_the_sample_before_it() -> None:
