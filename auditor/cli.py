@@ -67,6 +67,8 @@ def main() -> None:
       auditor watch run/                        a dashboard while it trains
       auditor exposures run/ --step 9500        what the model saw around a step
       auditor replay-order run/                 every sample in the order it was consumed
+      auditor recover run/                      what to do after a drop, with numbers
+      auditor checkpoints run/                  which checkpoints are from before the damage
       auditor dedupe run/ --out cleaned/        cleaned shards and a manifest
       auditor verify cleaned/                   check the manifest against the files
       auditor sketch shards/ --out signatures/  sketches for training runs to look up
@@ -319,6 +321,74 @@ def replay_order(
         click.echo(f"{told(replay)}: {out}")
     for doubt in doubts(replay, opened.gaps()):
         click.echo(doubt, err=True)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--checkpoints",
+    "pattern",
+    help="A pattern of checkpoints, quoted; {step} may stand for the step.  "
+    "[default: those registered with monitor.checkpoint]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def recover(run: Path, pattern: str | None, as_json: bool) -> None:
+    """Plan the recovery from a drop: which checkpoint, learning rate and batches.
+
+    The plan is for the latest drop of the grade that has not recovered, else for the latest.
+    Nothing is changed. RUN may still be recording.
+
+    \b
+    Examples:
+      auditor recover run/
+      auditor recover run/ --checkpoints 'out/checkpoint-*'
+      auditor recover run/ --json | jq '.checkpoint.path, .learning_rate, .skip_steps'
+    """
+    from auditor.explain.recovery import recovery_of
+    from auditor.run import Run
+    from auditor.show.recovery import print_recovery, recovery_as_json
+
+    opened = Run.open(run)
+    with _checking():
+        recovery = recovery_of(opened, pattern)
+    if as_json:
+        click.echo(json.dumps(recovery_as_json(recovery), indent=2))
+    else:
+        print_recovery(_console(), recovery)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--checkpoints",
+    "pattern",
+    help="A pattern of checkpoints, quoted; {step} may stand for the step.  "
+    "[default: those registered with monitor.checkpoint]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def checkpoints(run: Path, pattern: str | None, as_json: bool) -> None:
+    """Score checkpoints by what was recorded around them; the one to go back to is marked.
+
+    The step is taken from the name: what follows step, iter or update, else the last integer that
+    is not the number of something else. RUN may still be recording.
+
+    \b
+    Examples:
+      auditor checkpoints run/
+      auditor checkpoints run/ --checkpoints 'out/checkpoint-*'
+      auditor checkpoints run/ --checkpoints 'out/step_{step}.pt' --json | jq .best
+    """
+    from auditor.explain.checkpoints import score
+    from auditor.run import Run
+    from auditor.show.recovery import checkpoints_as_json, print_checkpoints
+
+    opened = Run.open(run)
+    with _checking():
+        scored = score(opened, pattern)
+    if as_json:
+        click.echo(json.dumps(checkpoints_as_json(opened.run_id, scored), indent=2))
+    else:
+        print_checkpoints(_console(), scored)
 
 
 @main.command()

@@ -13,7 +13,7 @@ from typing import Any, Final
 import polars as pl
 
 from auditor.errors import RunError
-from auditor.explain.events import events_of
+from auditor.explain.events import EPISODE_STEPS, events_of
 from auditor.explain.grades import grades_of
 from auditor.measure.grading import Grade
 from auditor.measure.recovery import (
@@ -44,7 +44,7 @@ CHECKPOINTS: Final[Mapping[str, str]] = {
     "graded_step": "i64",  # the sampled step at or before it
     "grade": "i32",  # there; null: none before it, or no ratio was defined
     "ratio": "f64",
-    "lowest_before": "i32",  # lowest grade of the 100 steps up to it
+    "lowest_before": "i32",  # lowest grade of the 100 steps up to it, without the warm-up
     "lowest_after": "i32",  # of the 100 steps after it
     "loss": "f64",  # training loss, median of the last 50 steps
     "probe_loss": "f64",  # at the sampled step at or before it
@@ -60,8 +60,8 @@ class Scored:
     """Checkpoints of a run by step: ``table`` has ``CHECKPOINTS``.
 
     ``grades`` are those of the run as it went on in the end, ``drop_onset`` the onset that the best
-    checkpoint must precede. ``not_understood`` are names found without a step, ``n_dropped`` torn
-    lines of the register.
+    checkpoint must precede. ``not_understood`` are names found without a step, ``n_torn_lines``
+    are of the register.
     """
 
     table: pl.DataFrame
@@ -70,13 +70,15 @@ class Scored:
     events: pl.DataFrame
     drop_onset: tuple[int, int] | None
     not_understood: tuple[str, ...]
-    n_dropped: int
+    n_torn_lines: int
 
     @property
-    def available(self) -> list[Checkpoint]:
-        """Those that are not known to be missing."""
-        is_there = self.table["exists"].fill_null(True)
-        return [one for one, there in zip(self.checkpoints, is_there, strict=True) if there]
+    def candidates(self) -> list[Checkpoint]:
+        """Of those not known to be missing the good ones; all where none is good."""
+        rows = list(zip(self.checkpoints, self.table.iter_rows(named=True), strict=True))
+        there = [(one, row["verdict"]) for one, row in rows if row["exists"] is not False]
+        good = [one for one, verdict in there if verdict == "good"]
+        return good or [one for one, _ in there]
 
 
 def registered(run: Path) -> tuple[list[Checkpoint], int]:
@@ -85,7 +87,7 @@ def registered(run: Path) -> tuple[list[Checkpoint], int]:
     What several ranks registered is there once.
     """
     found: dict[tuple[int, str], Checkpoint] = {}
-    n_dropped = 0
+    n_torn = 0
     for file in sorted(run.glob("checkpoints/rank-*.jsonl")):
         for line in file.read_bytes().split(b"\n"):
             if not line.strip():
@@ -95,12 +97,12 @@ def registered(run: Path) -> tuple[list[Checkpoint], int]:
                 attempt, step = int(entry["attempt"]), int(entry["step"])
                 path = str(entry["path"])
             except (ValueError, KeyError, TypeError):
-                n_dropped += 1
+                n_torn += 1
                 continue
             # Of the same path written twice the later content is what is there.
             found[(attempt, path)] = Checkpoint(path, step, attempt=attempt)
     by_path = {one.path: one for one in sorted(found.values(), key=_in_order)}
-    return sorted(by_path.values(), key=_in_order), n_dropped
+    return sorted(by_path.values(), key=_in_order), n_torn
 
 
 def find_checkpoints(pattern: str) -> tuple[list[Checkpoint], list[str]]:
@@ -134,7 +136,10 @@ def find_checkpoints(pattern: str) -> tuple[list[Checkpoint], list[str]]:
             step = int(match["step"]) if match else None
         else:
             step = step_of(path.name)
-            if step is None and (inside := step_of(path.parent.name)) is not None:
+            if (
+                step is None
+                and (inside := _labelled_step(path.parent.name, _FOLDER_STEP)) is not None
+            ):
                 step, path = inside, path.parent
         if step is None:
             not_understood.append(name)
@@ -149,11 +154,15 @@ _NO_STEP = re.compile(
     r"|\d*\.\d+(?:e[+-]?\d+)?"  # losses and rates
     r"|\d+(?:e[+-]?\d+)"
     # Numbers of other things, and sizes: 7b, 4k.
-    r"|(?:epochs?|ep|rank|shard|part|seed|version|v|lr|loss|acc|bs|worker|node|gpu)[=_-]?\d+"
+    r"|(?<![a-z])(?:epochs?|ep|rank|shard|part|seed|version|v|lr|loss|acc|bs|worker|node|gpu)[=_-]?\d+"
     r"|\d+(?=[a-z])",
     re.IGNORECASE,
 )
-_STEP = re.compile(r"(?:steps?|iter|iters|iteration|updates?)[=_-]?(\d+)(?![a-z\d])", re.IGNORECASE)
+_STEP_LABELS: Final = "steps?|iters?|iteration|updates?"
+_STEP = re.compile(rf"(?:{_STEP_LABELS})[=_-]?(\d+)(?![a-z\d])", re.IGNORECASE)
+_FOLDER_STEP = re.compile(
+    rf"(?:checkpoint|ckpt|{_STEP_LABELS})[=_-]?(\d+)(?![a-z\d])", re.IGNORECASE
+)
 _SUFFIX = re.compile(r"(?:\.[a-z][a-z0-9]*)+$", re.IGNORECASE)
 _MOST_DIGITS: Final = 15
 
@@ -167,12 +176,15 @@ def step_of(name: str) -> int | None:
     >>> [step_of(name) for name in ("epoch=0-step=500.ckpt", "checkpoint-500", "epoch=3.ckpt")]
     [500, 500, None]
     """
-    labelled = [one for one in _STEP.findall(name) if len(one) <= _MOST_DIGITS]
-    if labelled:
-        return int(labelled[-1])
-    # A letter before a label makes it part of another word: "deep7" is no epoch.
-    rest = _NO_STEP.sub(_blank_unless_inside_a_word, _SUFFIX.sub("", name))
+    if (labelled := _labelled_step(name, _STEP)) is not None:
+        return labelled
+    rest = _NO_STEP.sub(" ", _SUFFIX.sub("", name))
     numbers = [one for one in re.findall(r"\d+", rest) if len(one) <= _MOST_DIGITS]
+    return int(numbers[-1]) if numbers else None
+
+
+def _labelled_step(name: str, label: re.Pattern[str]) -> int | None:
+    numbers = [one for one in label.findall(name) if len(one) <= _MOST_DIGITS]
     return int(numbers[-1]) if numbers else None
 
 
@@ -184,10 +196,10 @@ def score(run: Run, pattern: str | None = None) -> Scored:
         ValueError: the pattern holds ``{step}`` more than once.
     """
     if pattern is None:
-        checkpoints, n_dropped = registered(run.path)
+        checkpoints, n_torn = registered(run.path)
         not_understood: list[str] = []
     else:
-        (checkpoints, not_understood), n_dropped = find_checkpoints(pattern), 0
+        (checkpoints, not_understood), n_torn = find_checkpoints(pattern), 0
     signals = run.scan("signals", view="all").collect()
     courses: dict[int | None, Course] = {}
     rows, known = [], []
@@ -199,21 +211,19 @@ def score(run: Run, pattern: str | None = None) -> Scored:
         known.append(replace(one, grade=row["grade"], loss=row["loss"]))
     whole = courses.get(None) or Course(signals, None)
     table = pl.DataFrame(rows, schema=polars_schema(CHECKPOINTS), orient="row")
-    best, is_good = choose_checkpoint(
-        [one for one, row in zip(known, rows, strict=True) if row["exists"] is not False],
-        whole.grades,
-        None if whole.onset is None else whole.onset[0],
-    )
-    marks = [is_good and one is best for one in known]
-    return Scored(
-        table=table.with_columns(best=pl.Series(marks, dtype=pl.Boolean)),
+    scored = Scored(
+        table=table,
         checkpoints=tuple(known),
         grades=whole.grades,
         events=whole.events,
         drop_onset=whole.onset,
         not_understood=tuple(not_understood),
-        n_dropped=n_dropped,
+        n_torn_lines=n_torn,
     )
+    onset_low = None if whole.onset is None else whole.onset[0]
+    best, is_good = choose_checkpoint(scored.candidates, whole.grades, onset_low)
+    marks = pl.Series([is_good and one is best for one in known], dtype=pl.Boolean)
+    return replace(scored, table=table.with_columns(best=marks))
 
 
 def as_grades(frame: pl.DataFrame) -> tuple[Grade, ...]:
@@ -230,18 +240,15 @@ def as_grades(frame: pl.DataFrame) -> tuple[Grade, ...]:
     )
 
 
-def onset_by_events(events: pl.DataFrame, low: int, high: int, trough_step: int) -> tuple[int, int]:
-    """The onset of a drop, by the earliest event of the model that is part of the same episode."""
-    of_model = events.filter(pl.col("kind").is_in(list(MODEL_EVENTS)))
-    episodes = of_model.filter(
-        (pl.col("onset_high") <= trough_step)
-        & (pl.col("recovery_step").fill_null(trough_step + 1) > low)
-    )["episode"]
-    same = of_model.filter(pl.col("episode").is_in(episodes.unique().to_list()))
-    first = same.sort("onset_high", "onset_low")
-    for row in first.head(1).iter_rows(named=True):
-        if row["onset_high"] < high:
-            return row["onset_low"], row["onset_high"]
+def onset_by_events(events: pl.DataFrame, low: int, high: int) -> tuple[int, int]:
+    """The onset of a drop of the grade, or of what fell before it and has not recovered by then."""
+    before = events.filter(
+        pl.col("kind").is_in(list(MODEL_EVENTS - {"grade_drop"}))
+        & pl.col("onset_high").is_between(low - EPISODE_STEPS, high - 1)
+        & (pl.col("recovery_step").is_null() | (pl.col("recovery_step") > low))
+    ).sort("onset_high", "onset_low")
+    for row in before.head(1).iter_rows(named=True):
+        return row["onset_low"], row["onset_high"]
     return low, high
 
 
@@ -261,9 +268,7 @@ class Course:
         drop = find_drop(self.grades)
         self.onset: tuple[int, int] | None = None
         if drop is not None and drop.recovery_step is None:
-            self.onset = onset_by_events(
-                self.events, drop.onset_low, drop.onset_high, drop.trough.step
-            )
+            self.onset = onset_by_events(self.events, drop.onset_low, drop.onset_high)
         self._losses = _by_step(self._signals, "loss", "step")
         self._probe_losses = _by_step(self._signals, "probe_loss", "probe")
 
@@ -299,31 +304,47 @@ class Course:
             if step > low and (end is None or step < end):
                 until = "not recovered since" if end is None else f"recovered by {end}"
                 return "after onset", f"onset after step {low}, by step {high}; {until}"
+            if step == low:
+                return (
+                    "suspect",
+                    "of the last healthy sample: its own update may be the harmful one",
+                )
         if at is None:
             return "suspect", "no grade was recorded up to it"
         if at.grade is None:
             return "suspect", f"no ratio was defined at step {at.step}"
-        if min(at.grade, at.grade if lowest_before is None else lowest_before) < ROLLBACK_GRADE:
+        if at.grade < ROLLBACK_GRADE:
             if at.alert == "warming":
                 return "suspect", "ranks are low in the warm-up of every run"
-            return "suspect", f"below S{ROLLBACK_GRADE} in the {NEIGHBOUR_STEPS} steps up to it"
-        for low, _, _ in self._damaged():
-            if low - LOOKBACK_STEPS < step <= low:
-                return "good", f"{low - step} steps before an onset: suspected batches are in it"
-        return "good", ""
+            return "suspect", f"below S{ROLLBACK_GRADE}"
+        notes = [
+            f"{low - step} steps before an onset: suspected batches are in it"
+            for low, _, _ in self._damaged()
+            if low - LOOKBACK_STEPS < step < low
+        ][:1]
+        if lowest_before is not None and lowest_before < ROLLBACK_GRADE:
+            notes.append(f"S{lowest_before} in the {NEIGHBOUR_STEPS} steps up to it")
+        return "good", "; ".join(notes)
 
     def _damaged(self) -> Iterable[tuple[int, int, int | None]]:
         """(onset_low, onset_high, recovery_step) of what happened to the model."""
         if self.onset is not None:
             yield (*self.onset, None)
-        for row in self.events.filter(pl.col("kind").is_in(list(MODEL_EVENTS))).iter_rows(
-            named=True
-        ):
+        of_model = self.events.filter(
+            pl.col("kind").is_in(list(MODEL_EVENTS - {"grade_drop"}))
+            # A grade that was low since the warm-up has not dropped.
+            | ((pl.col("kind") == "grade_drop") & (pl.col("grade_before") > ROLLBACK_GRADE))
+        )
+        for row in of_model.iter_rows(named=True):
             yield row["onset_low"], row["onset_high"], row["recovery_step"]
 
     def _lowest(self, low: int, high: int) -> int | None:
-        near = [one.grade for one in self.grades if low <= one.step <= high]
-        return min((one for one in near if one is not None), default=None)
+        near = (
+            one.grade
+            for one in self.grades
+            if low <= one.step <= high and one.alert != "warming" and one.grade is not None
+        )
+        return min(near, default=None)
 
 
 def _effective(signals: pl.DataFrame) -> pl.DataFrame:
@@ -361,12 +382,6 @@ def _with_step(pattern: str) -> re.Pattern[str]:
         else:
             text += re.escape(part)
     return re.compile(text)
-
-
-def _blank_unless_inside_a_word(match: re.Match[str]) -> str:
-    start = match.start()
-    inside = start > 0 and match[0][0].isalpha() and match.string[start - 1].isalpha()
-    return match[0] if inside else " "
 
 
 def _in_order(one: Checkpoint) -> tuple[int, int, str]:

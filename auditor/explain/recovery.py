@@ -44,7 +44,7 @@ def recovery_of(run: Run, pattern: str | None = None) -> Recovery:
     onset, collapsed = None, False
     drop = find_drop(scored.grades)
     if drop is not None:
-        onset = onset_by_events(scored.events, drop.onset_low, drop.onset_high, drop.trough.step)
+        onset = onset_by_events(scored.events, drop.onset_low, drop.onset_high)
         # Of all heads and blocks together; a fall that was over before this drop is another matter.
         lasting = pl.col("recovery_step").is_null() | (pl.col("recovery_step") > drop.onset_low)
         collapsed = not scored.events.filter(
@@ -56,7 +56,7 @@ def recovery_of(run: Run, pattern: str | None = None) -> Recovery:
         run_id=run.run_id,
         plan=plan(
             scored.grades,
-            scored.available,
+            scored.candidates,
             learning_rates=_learning_rates(run),
             entropy_collapsed=collapsed,
             onset=onset,

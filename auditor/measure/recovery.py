@@ -7,7 +7,7 @@ plan is a proposal: nothing here does anything.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -46,7 +46,8 @@ RATE_JUMP: Final = 2.0
 """The usual learning rate is the median of ``RATE_STEPS`` steps that end ``RATE_GAP_STEPS`` before
 the onset; ``RATE_JUMP`` times as much at the onset is named."""
 
-_BAD: Final = frozenset({"watch, stable", "watch, falling", "danger", "undefined"})
+_DANGER: Final = frozenset({"danger", "undefined"})
+_BAD: Final = _DANGER | {"watch, stable", "watch, falling"}
 
 
 @dataclass(frozen=True)
@@ -239,14 +240,16 @@ def find_drop(grades: Sequence[Grade], policy: Policy = DEFAULT_POLICY) -> Drop 
     """The latest drop that has not recovered, else the latest; None where there is none.
 
     A drop is ``confirm_samples`` watched or endangered samples, or one whose ratio is undefined,
-    after the warm-up; it is over after ``recover_samples`` good ones in a row.
+    after the warm-up; it is over after ``recover_samples`` good ones in a row. A grade that has
+    been low ever since the warm-up has not dropped.
     """
     judged = [one for one in grades if one.alert != "warming"]
-    drops = [
+    found = [
         _drop(judged, first, last, policy)
         for first, last in _stretches(judged, policy)
         if _is_confirmed(judged[first : last + 1], policy)
     ]
+    drops = [one for one in found if one is not None]
     lasting = [one for one in drops if one.recovery_step is None]
     chosen = lasting or drops
     return chosen[-1] if chosen else None
@@ -261,13 +264,16 @@ def grade_at(grades: Sequence[Grade], step: int) -> Grade | None:
 def choose_checkpoint(
     checkpoints: Sequence[Checkpoint], grades: Sequence[Grade], onset_low: int | None
 ) -> tuple[Checkpoint | None, bool]:
-    """The last checkpoint at S4 or better and not after ``onset_low``, and True.
+    """The last checkpoint at S4 or better and from before ``onset_low``, and True.
+
+    A sample shows the model before the update of its step, a checkpoint most often after it: one
+    of ``onset_low`` itself may hold the first update that harmed.
 
     Where there is none, the best there is and False: rather from before the onset, of a higher
     grade, the latest. ``onset_low`` is None where nothing happened: any checkpoint is from before.
     """
     known = [(one, _grade_of(one, grades)) for one in checkpoints]
-    before = [(one, grade) for one, grade in known if onset_low is None or one.step <= onset_low]
+    before = [(one, grade) for one, grade in known if onset_low is None or one.step < onset_low]
     good = [one for one, grade in before if grade is not None and grade >= ROLLBACK_GRADE]
     if good:
         return max(good, key=lambda one: one.step), True
@@ -301,7 +307,7 @@ def verify(grades: Sequence[Grade], since: int, policy: Policy = DEFAULT_POLICY)
     steps = [one.step for one in grades if one.step >= since]
     n_steps = steps[-1] - since if steps else 0
     for one in judged:
-        if one.alert in ("danger", "undefined"):
+        if one.alert in _DANGER:
             return Verification("failed", n_steps, f"step {one.step}: {_told(one)}, {one.alert}")
     if n_steps < VERIFY_STEPS:
         so_far = f"lowest {_told(min(judged, key=_severity))}" if judged else "none judged yet"
@@ -341,20 +347,31 @@ def _is_confirmed(stretch: Sequence[Grade], policy: Policy) -> bool:
     return n_bad >= policy.confirm_samples or any(one.grade is None for one in stretch)
 
 
-def _drop(judged: Sequence[Grade], first: int, last: int, policy: Policy) -> Drop:
+def _drop(judged: Sequence[Grade], first: int, last: int, policy: Policy) -> Drop | None:
+    """The fall in a stretch of bad samples; None where it only never rose, as after a warm-up."""
     stretch = judged[first : last + 1]
-    trough = min(stretch, key=_severity)
-    near = [one for one in judged[:first] if one.alert == "healthy"][-policy.warmup_samples :]
-    best = max((one.ratio for one in near), default=math.nan)
+    level = "danger" if any(one.alert in _DANGER for one in stretch) else "watch"
+    called = _DANGER if level == "danger" else _BAD
+    start, best = first, math.nan
+    for place in range(first, last + 1):
+        recent = _recent_best(judged, place, policy)
+        fell = recent - judged[place].ratio >= policy.quick_fall or judged[place].grade is None
+        if judged[place].alert in called and fell:
+            start, best = place, recent
+            break
+    else:
+        if not any(one.alert == "healthy" for one in judged[:first]):
+            return None
+        best = _recent_best(judged, first, policy)
+    trough = min(judged[start : last + 1], key=_severity)
     # The first sample of the way down: past a quarter of the fall, and staying there.
-    onset = first
+    onset = start
     if math.isfinite(best) and math.isfinite(trough.ratio):
         line = best + 0.25 * (trough.ratio - best)
         while onset > 0 and judged[onset - 1].ratio <= line:
             onset -= 1
     before = judged[onset - 1] if onset else None
     after = judged[last + 1 :]
-    level = "danger" if any(one.alert in ("danger", "undefined") for one in stretch) else "watch"
     return Drop(
         onset_low=before.step if before else judged[0].step - 1,
         onset_high=judged[onset].step,
@@ -363,6 +380,13 @@ def _drop(judged: Sequence[Grade], first: int, last: int, policy: Policy) -> Dro
         level=level,
         recovery_step=after[0].step if len(after) >= policy.recover_samples else None,
     )
+
+
+def _recent_best(judged: Sequence[Grade], place: int, policy: Policy) -> float:
+    """The best ratio of the ``quick_steps`` before a sample, or of the samples it takes for ten."""
+    low = bisect_left(judged, judged[place].step - policy.quick_steps, key=lambda one: one.step)
+    past = judged[max(0, min(low, place - policy.warmup_samples)) : place]
+    return max((one.ratio for one in past if math.isfinite(one.ratio)), default=math.nan)
 
 
 def _severity(one: Grade) -> float:
@@ -402,7 +426,13 @@ def _no_drop(grades: Sequence[Grade]) -> str:
             "There may be something to recover from; it cannot be told yet."
         )
     last = judged[-1]
-    return f"No drop found: nothing to recover from. Step {last.step}: {_told(last)}."
+    now = f"Step {last.step}: {_told(last)}."
+    if last.alert in _BAD:
+        return (
+            f"No drop found: the grade is low and was never better since the warm-up. {now} There "
+            "is no better time to go back to."
+        )
+    return f"No drop found: nothing to recover from. {now}"
 
 
 def _summary(state: str, course: str) -> str:
@@ -439,7 +469,7 @@ def _roll_back(
     if checkpoint is None:
         return Step(
             "Roll back: no checkpoint is known",
-            f"What is needed is the last checkpoint at S{ROLLBACK_GRADE} or better up to step "
+            f"What is needed is the last checkpoint at S{ROLLBACK_GRADE} or better before step "
             f"{drop.onset_low}. Name yours with --checkpoints, or register them with "
             "monitor.checkpoint(path, step).",
         )
@@ -456,11 +486,11 @@ def _roll_back(
             f"Step {checkpoint.step}, {grade}: the last of {len(checkpoints)} checkpoints at "
             f"S{ROLLBACK_GRADE} or better and before the onset.{inside}",
         )
-    side = "before" if checkpoint.step <= drop.onset_low else "after"
+    side = "before" if checkpoint.step < drop.onset_low else "after"
     return Step(
         "Roll back: no good checkpoint",
         f"None of {len(checkpoints)} checkpoints is both at S{ROLLBACK_GRADE} or better and from "
-        f"up to step {drop.onset_low}. The best there is: {checkpoint.path}, step "
+        f"before step {drop.onset_low}. The best there is: {checkpoint.path}, step "
         f"{checkpoint.step}, {grade}, {side} the onset. Training again from an earlier point may "
         "be the better way.",
     )
