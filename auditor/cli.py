@@ -65,6 +65,8 @@ def main() -> None:
     \b
       auditor report run/                       what happened, and which data was there
       auditor watch run/                        a dashboard while it trains
+      auditor grade run/ --set watch_grade=5    grade a run again by other thresholds
+      auditor sites package.module:factory      what the monitor finds in a model
       auditor exposures run/ --step 9500        what the model saw around a step
       auditor replay-order run/                 every sample in the order it was consumed
       auditor recover run/                      what to do after a drop, with numbers
@@ -321,6 +323,67 @@ def replay_order(
         click.echo(f"{told(replay)}: {out}")
     for doubt in doubts(replay, opened.gaps()):
         click.echo(doubt, err=True)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A TOML file of thresholds.",
+)
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="One threshold; repeatable."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+def grade(run: Path, policy: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
+    """Grade a run again from its recorded signals, by the thresholds it had or by others.
+
+    The thresholds and what they mean are in docs/grades.md; those not given are the run's own.
+    Nothing is changed. RUN may still be recording.
+
+    \b
+    Examples:
+      auditor grade run/
+      auditor grade run/ --policy strict.toml
+      auditor grade run/ --set watch_grade=5 --set confirm_samples=1 --json | jq '.alerts'
+    """
+    from auditor.explain.grades import policy_of
+    from auditor.run import Run
+    from auditor.show.grades import grade_run, grades_as_json, policy_from, print_grades
+
+    opened = Run.open(run)
+    with _checking():
+        chosen = policy_from(policy, settings, policy_of(opened))
+    graded = grade_run(opened, chosen)
+    if as_json:
+        click.echo(json.dumps(grades_as_json(graded), indent=2))
+    else:
+        print_grades(_console(), graded)
+
+
+@main.command()
+@click.argument("target", metavar="MODULE:FACTORY")
+@click.option(
+    "--site", "sites", multiple=True, help="A block, by path or pattern (layers.*); repeatable."
+)
+def sites(target: str, sites: tuple[str, ...]) -> None:
+    """Show what the monitor finds in a model: its blocks, and what it sees of each.
+
+    MODULE:FACTORY is a function that returns the model, or the model and a batch for it. With a
+    batch the model is run once, and attention that stays unseen is told. The module is imported
+    from the current folder too.
+
+    \b
+    Examples:
+      auditor sites my_project.model:build
+      auditor sites my_project.model:build --site 'decoder.layers.*'
+    """
+    from auditor.record.inspection import inspect
+
+    sys.path.insert(0, "")
+    with _checking():
+        click.echo(inspect(target, sites or None))
 
 
 @main.command()

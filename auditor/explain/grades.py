@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable, Iterator
 
 import polars as pl
 
 from auditor import schema
-from auditor.measure.grading import Grader
-from auditor.run import polars_schema
+from auditor.measure.grading import DEFAULT_POLICY, Policy
+from auditor.measure.judging import JUDGED, Judge, Judgement
+from auditor.run import Run, polars_schema
 
 
 def graded_kind(signals: pl.DataFrame) -> str:
@@ -17,44 +20,55 @@ def graded_kind(signals: pl.DataFrame) -> str:
     return "probe" if (ranks["kind"] == "probe").any() else "live"
 
 
-def grades_of(signals: pl.DataFrame) -> pl.DataFrame:
-    """Grade every sampled step: ``schema.GRADES``. Of several ranks, the first is graded.
+def policy_of(run: Run) -> Policy:
+    """The thresholds that the run was recorded with; the defaults where it does not say."""
+    for attempt in reversed(run.attempts):
+        settings = attempt.get("monitor", {}).get("policy")
+        if settings:
+            with contextlib.suppress(ValueError):  # of another version
+                return Policy.of(settings)
+    return DEFAULT_POLICY
 
-    Each attempt is graded on its own, as it was live.
+
+def judgements_of(
+    signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY
+) -> Iterator[tuple[int, Judgement]]:
+    """Every sampled step judged, with its attempt, in order. Of several ranks, the first.
+
+    Each attempt is judged on its own, as it was live.
     """
     kind = graded_kind(signals)
-    ranks = signals.filter(
-        (pl.col("signal") == "token_rank")
-        & (pl.col("kind") == kind)
-        & (pl.col("rank") == pl.col("rank").min())
-    )
-    rows = []
-    for attempt in ranks["attempt"].unique().sort():
-        grader = Grader()
-        own = ranks.filter(pl.col("attempt") == attempt)
-        for (step,), sample in own.sort("step").group_by("step", maintain_order=True):
-            grade = grader.update(
-                int(str(step)), _by_layer(sample, "raw"), _by_layer(sample, "column")
-            )
-            rows.append(
-                {
-                    "attempt": attempt,
-                    "step": grade.step,
-                    "kind": kind,
-                    "layer": grade.layer,
-                    "ratio": grade.ratio if math.isfinite(grade.ratio) else None,
-                    "grade": grade.grade,
-                    "alert": grade.alert,
-                }
-            )
+    wanted = signals.filter(
+        pl.col("signal").is_in(list(JUDGED)) & (pl.col("rank") == pl.col("rank").min())
+    ).select("attempt", "step", "kind", "layer", "variant", "signal", "value")
+    wanted = wanted.with_columns(pl.col("value").fill_null(math.nan))
+    for (attempt,), own in wanted.sort("attempt", "step").group_by("attempt", maintain_order=True):
+        judge = Judge(policy, graded=kind)
+        for (step,), sample in own.group_by("step", maintain_order=True):
+            judgement = judge.update(int(str(step)), sample.to_dicts())
+            if judgement is not None:
+                yield int(str(attempt)), judgement
+
+
+def grades_of(signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY) -> pl.DataFrame:
+    """Grades of all sampled steps: ``schema.GRADES``."""
+    return grades_table(judgements_of(signals, policy), graded_kind(signals))
+
+
+def grades_table(judgements: Iterable[tuple[int, Judgement]], kind: str) -> pl.DataFrame:
+    """Grades of judged steps: ``schema.GRADES``."""
+    rows = [
+        {
+            "attempt": attempt,
+            "step": judgement.grade.step,
+            "kind": kind,
+            "layer": judgement.grade.layer,
+            "ratio": judgement.grade.ratio if math.isfinite(judgement.grade.ratio) else None,
+            "grade": judgement.grade.grade,
+            "alert": judgement.grade.alert,
+        }
+        for attempt, judgement in judgements
+    ]
     return pl.DataFrame(rows, schema=polars_schema(schema.GRADES), orient="row").sort(
         "step", "attempt"
     )
-
-
-def _by_layer(sample: pl.DataFrame, variant: str) -> dict[int, float]:
-    own = sample.filter(pl.col("variant") == variant)
-    return {
-        layer: math.nan if value is None else value
-        for layer, value in zip(own["layer"], own["value"], strict=True)
-    }

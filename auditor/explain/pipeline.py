@@ -12,7 +12,7 @@ from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
-from auditor.explain.grades import grades_of
+from auditor.explain.grades import grades_of, policy_of
 from auditor.measure.grading import DEFAULT_POLICY
 from auditor.run import Run
 
@@ -26,7 +26,7 @@ def explain(run: Run) -> Explanation:
     signals = run.scan("signals").collect()
     exposures = run.scan("exposures")
     composition = composition_of(exposures)
-    grades = grades_of(signals)
+    grades = grades_of(signals, policy_of(run))
     events = events_of(signals, grades)
     suspects, smallest_p = suspects_of(events, composition, exposures)
     diagnoses = diagnose(events, suspects, signals)

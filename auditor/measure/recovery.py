@@ -145,7 +145,7 @@ def plan(
         grades: of one course of training, by step; without what a later attempt rolled back.
         checkpoints: in any order. One without a grade has that of the sample at or before it.
         learning_rates: by step, as the schedule had them.
-        entropy_collapsed: the attention of all heads together fell, see :func:`has_collapsed`.
+        entropy_collapsed: the attention entropy of all heads fell together.
         onset: (last healthy, first bad) step where other signals tell it more exactly.
         lookback: steps before the onset whose batches are suspected.
         policy: thresholds of the alerts.
@@ -287,18 +287,6 @@ def choose_checkpoint(
         default=None,
     )
     return (None if best_after is None else best_after[0]), False
-
-
-def has_collapsed(entropies: Sequence[float]) -> bool:
-    """Whether attention entropy, the mean over all heads, fell below half of its usual level.
-
-    ``entropies`` in nats by sampled step, without the warm-up; judged by the last three against the
-    median of all before, of which there must be ten.
-    """
-    finite = [one for one in entropies if math.isfinite(one)]
-    if len(finite) < 13:
-        return False
-    return median(finite[-3:]) < 0.5 * median(finite[:-3])
 
 
 def verify(grades: Sequence[Grade], since: int, policy: Policy = DEFAULT_POLICY) -> Verification:

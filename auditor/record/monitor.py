@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from auditor.measure.baseline import Deviations, memorisation
-from auditor.measure.grading import DEFAULT_POLICY, Alert, Alerts, Grade, Grader, Policy
+from auditor.measure.baseline import memorisation
+from auditor.measure.grading import DEFAULT_POLICY, Alert, Grade, Policy
+from auditor.measure.judging import Judge, Judgement
 from auditor.record.capture import Captured, capturing
 from auditor.record.exporting import Exporter, Exporting, metrics_of
 from auditor.record.live import LiveForward, call_on, evaluating
@@ -138,10 +139,8 @@ class GradeMonitor:
         self._new_alerts: collections.deque[Alert] = collections.deque(maxlen=ALERTS_KEPT)
         # What follows belongs to the recorder's thread.
         self._signals = Signals(self.sites)
-        self._grader = Grader(policy)
-        self._grade_alerts = Alerts(policy=policy)
-        self._deviations = Deviations()
-        self._signal_alerts: dict[str, Alerts] = {}
+        self._graded = "live" if probe is None else "probe"
+        self._judge = Judge(policy, graded=self._graded)
         self._losses: collections.deque[float] = collections.deque(maxlen=SCALARS_STEPS)
         self._note()
         self._live.arm()
@@ -334,7 +333,7 @@ class GradeMonitor:
     ) -> None:
         began = time.thread_time()
         rows: list[dict[str, Any]] = []
-        warm = self._grader.is_warm(step)
+        warm = self._judge.is_warm(step)
         for kind, captured in (("live", live), ("probe", probe)):
             if captured is not None:
                 rows += self._signals.of(kind, captured, warm=warm)
@@ -343,51 +342,32 @@ class GradeMonitor:
             gap = memorisation(value, self._losses)
             rows.append({"kind": "probe", "signal": "probe_loss", "value": value})
             rows.append({"kind": "probe", "signal": "memorisation", "value": gap})
-        graded = "probe" if probe is not None else "live"
-        grade = self._grader.update(
-            step, _ratios(rows, graded, "raw"), _ratios(rows, graded, "column")
-        )
-        rows.append(
-            {
-                "kind": graded,
-                "signal": "grade",
-                "layer": grade.layer,
-                "value": np.nan if grade.grade is None else grade.grade,
-            }
-        )
-        self.grades.append(grade)
+        judgement = self._judge.update(step, rows)
+        if judgement is not None:
+            grade = judgement.grade
+            value = np.nan if grade.grade is None else grade.grade
+            row = {"kind": self._graded, "signal": "grade", "layer": grade.layer, "value": value}
+            rows.append(row)
+            self.grades.append(grade)
         self._recorder.append_signals(step, rows)
         self._exporting.send(step, metrics_of(rows))
         if extra_s is not None:
             beside = time.thread_time() - began if self._on_cpu else 0.0
             self._schedule.spend(extra_s + beside)
-        self._alert(grade, rows, graded, warm)
+        if judgement is not None:
+            self._tell(judgement)
 
-    def _alert(
-        self, grade: Grade, rows: Sequence[Mapping[str, Any]], graded: str, warm: bool
-    ) -> None:
-        raised = [self._grade_alerts.of_grade(grade)]
-        deviating = {one.signal: one for one in self._deviations.of(rows, graded, warm=warm)}
-        for signal in self._signal_alerts.keys() | deviating.keys():
-            alerts = self._signal_alerts.setdefault(signal, Alerts(signal, self._policy))
-            deviation = deviating.get(signal)
-            what = f"{signal} is back to normal" if deviation is None else str(deviation)
-            called, at_once = ("", False) if deviation is None else ("watch", False)
-            if signal == "non_finite" and deviation is not None:
-                called, at_once = "danger", True
-            raised.append(alerts.update(grade, called, what, at_once=at_once))
-        if deviating or grade.alert not in {"warming", "healthy"}:
-            self._schedule.suspect(grade.step)
-        for alert in raised:
-            if alert is not None:
-                log.warning("auditor: %s", alert.message)
-                self.alerts.append(alert)
-                self._new_alerts.append(alert)
+    def _tell(self, judgement: Judgement) -> None:
+        step = judgement.grade.step
+        if judgement.suspicious:
+            self._schedule.suspect(step)
+        for alert in judgement.alerts:
+            log.warning("auditor: %s", alert.message)
+            self.alerts.append(alert)
+            self._new_alerts.append(alert)
         over = self._schedule.n_over_budget
         if over and not self._recorder.counts["samples_over_budget"]:
-            log.warning(
-                "auditor: step %d: denser sampling has used up its budget; see budget=", grade.step
-            )
+            log.warning("auditor: step %d: denser sampling has used up its budget=", step)
         if over:
             self._recorder.counts["samples_over_budget"] = over
 
@@ -442,11 +422,3 @@ def _token_rows(probe: Any) -> list[np.ndarray]:
 def _gradient_norm(model: nn.Module) -> Tensor | None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
-
-
-def _ratios(rows: Sequence[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:
-    return {
-        row["layer"]: row["value"]
-        for row in rows
-        if row["kind"] == kind and row["signal"] == "token_rank" and row.get("variant") == variant
-    }

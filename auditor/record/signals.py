@@ -9,12 +9,29 @@ import numpy as np
 
 from auditor.measure.baseline import HeadBaselines
 from auditor.measure.spectrum import VARIANTS, rank_ratio, residual_similarity, spectrum
+from auditor.record.capture import Captured
 from auditor.record.sites import Site
 
 MIN_SEGMENT_ROWS: Final = 32
 """Rows that a segment of the sequence needs for a rank of its own."""
 
 Row = dict[str, Any]
+
+
+PARTS: Final = ("positions", "samples", "values", "attention")
+
+
+def parts_of(captured: Captured) -> dict[int, set[str]]:
+    """By layer, which parts of ``Captured`` there are."""
+    return _parts({name: getattr(captured, name) for name in PARTS})
+
+
+def _parts(by_name: Mapping[str, Any]) -> dict[int, set[str]]:
+    seen: dict[int, set[str]] = {}
+    for name in PARTS:
+        for layer in by_name[name]:
+            seen.setdefault(layer, set()).add(name)
+    return seen
 
 
 class Signals:
@@ -31,9 +48,8 @@ class Signals:
     def of(self, kind: str, captured: Mapping[str, Any], *, warm: bool) -> Iterator[Row]:
         """Rows of one forward, ``kind`` live or probe; arrays by layer as ``Captured`` has them."""
         positions = dict(captured["positions"].items())
-        for name, layers in (*captured.items(), ("positions", positions)):
-            for layer in layers:
-                self.seen.setdefault(layer, set()).add(name)
+        for layer, parts in _parts(captured).items():
+            self.seen.setdefault(layer, set()).update(parts)
         for layer, matrix in positions.items():
             rows = [self._row("non_finite", layer, float(np.mean(~np.isfinite(matrix))))]
             if layer >= 0:
