@@ -14,8 +14,8 @@ import polars as pl
 
 from auditor.errors import RunError
 from auditor.explain.events import EPISODE_STEPS, events_of
-from auditor.explain.grades import grades_of
-from auditor.measure.grading import Grade
+from auditor.explain.grades import graded_kind, grades_table, judgements_of, policy_of
+from auditor.measure.grading import Grade, Policy
 from auditor.measure.recovery import (
     LOOKBACK_STEPS,
     ROLLBACK_GRADE,
@@ -59,15 +59,17 @@ CHECKPOINTS: Final[Mapping[str, str]] = {
 class Scored:
     """Checkpoints of a run by step: ``table`` has ``CHECKPOINTS``.
 
-    ``grades`` are those of the run as it went on in the end, ``drop_onset`` the onset that the best
-    checkpoint must precede. ``not_understood`` are names found without a step, ``n_torn_lines``
-    are of the register.
+    ``grades``, ``events`` and ``heads_fell`` (the attention of all heads, together) are those of
+    the run as it went on in the end; ``drop_onset`` is the onset that the best checkpoint must
+    precede. ``not_understood`` are names found without a step, ``n_torn_lines`` are of the
+    register.
     """
 
     table: pl.DataFrame
     checkpoints: tuple[Checkpoint, ...]
     grades: tuple[Grade, ...]
     events: pl.DataFrame
+    heads_fell: bool
     drop_onset: tuple[int, int] | None
     not_understood: tuple[str, ...]
     n_torn_lines: int
@@ -200,22 +202,23 @@ def score(run: Run, pattern: str | None = None) -> Scored:
         not_understood: list[str] = []
     else:
         (checkpoints, not_understood), n_torn = find_checkpoints(pattern), 0
-    signals = run.scan("signals", view="all").collect()
+    signals, policy = run.scan("signals", view="all").collect(), policy_of(run)
     courses: dict[int | None, Course] = {}
     rows, known = [], []
     for one in checkpoints:
         if one.attempt not in courses:
-            courses[one.attempt] = Course(signals, one.attempt)
+            courses[one.attempt] = Course(signals, one.attempt, policy)
         row = courses[one.attempt].scored(one)
         rows.append(row)
         known.append(replace(one, grade=row["grade"], loss=row["loss"]))
-    whole = courses.get(None) or Course(signals, None)
+    whole = courses.get(None) or Course(signals, None, policy)
     table = pl.DataFrame(rows, schema=polars_schema(CHECKPOINTS), orient="row")
     scored = Scored(
         table=table,
         checkpoints=tuple(known),
         grades=whole.grades,
         events=whole.events,
+        heads_fell=whole.heads_fell,
         drop_onset=whole.onset,
         not_understood=tuple(not_understood),
         n_torn_lines=n_torn,
@@ -224,20 +227,6 @@ def score(run: Run, pattern: str | None = None) -> Scored:
     best, is_good = choose_checkpoint(scored.candidates, whole.grades, onset_low)
     marks = pl.Series([is_good and one is best for one in known], dtype=pl.Boolean)
     return replace(scored, table=table.with_columns(best=marks))
-
-
-def as_grades(frame: pl.DataFrame) -> tuple[Grade, ...]:
-    """A frame of grades as the objects that the recovery plan reads."""
-    return tuple(
-        Grade(
-            row["step"],
-            float("nan") if row["ratio"] is None else row["ratio"],
-            row["grade"],
-            row["layer"],
-            row["alert"],
-        )
-        for row in frame.sort("step").iter_rows(named=True)
-    )
 
 
 def onset_by_events(events: pl.DataFrame, low: int, high: int) -> tuple[int, int]:
@@ -255,17 +244,24 @@ def onset_by_events(events: pl.DataFrame, low: int, high: int) -> tuple[int, int
 class Course:
     """What led up to an attempt, None: to the last; without what was rolled back on the way.
 
-    ``onset`` is that of a drop which has not recovered, None where there is none.
+    ``onset`` is that of a drop which has not recovered, None where there is none; ``heads_fell``
+    whether the attention of all heads fell together at any time.
     """
 
-    def __init__(self, signals: pl.DataFrame, attempt: int | None) -> None:
+    def __init__(self, signals: pl.DataFrame, attempt: int | None, policy: Policy) -> None:
         if attempt is not None:
             signals = signals.filter(pl.col("attempt") <= attempt)
         self._signals = _effective(signals)
-        frame = grades_of(self._signals)
-        self.grades = as_grades(frame)
+        judged = list(judgements_of(self._signals, policy))
+        frame = grades_table(judged, graded_kind(self._signals))
+        self.grades = tuple(judgement.grade for _, judgement in judged)
+        self.heads_fell = any(
+            alert.signal == "heads_fallen" and alert.level != "recovered"
+            for _, judgement in judged
+            for alert in judgement.alerts
+        )
         self.events = events_of(self._signals, frame)
-        drop = find_drop(self.grades)
+        drop = find_drop(self.grades, policy)
         self.onset: tuple[int, int] | None = None
         if drop is not None and drop.recovery_step is None:
             self.onset = onset_by_events(self.events, drop.onset_low, drop.onset_high)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import polars as pl
 
 from auditor.explain.checkpoints import Course, Scored, onset_by_events, score
+from auditor.explain.grades import policy_of
+from auditor.measure.grading import Policy
 from auditor.measure.recovery import (
     RecoveryPlan,
     Verification,
@@ -40,18 +42,14 @@ def recovery_of(run: Run, pattern: str | None = None) -> Recovery:
         RunError: nothing matches the pattern of checkpoints.
         ValueError: the pattern holds ``{step}`` more than once.
     """
-    scored = score(run, pattern)
-    onset, collapsed = None, False
-    drop = find_drop(scored.grades)
+    scored, policy = score(run, pattern), policy_of(run)
+    onset, collapsed = None, scored.heads_fell
+    drop = find_drop(scored.grades, policy)
     if drop is not None:
         onset = onset_by_events(scored.events, drop.onset_low, drop.onset_high)
-        # Of all heads and blocks together; a fall that was over before this drop is another matter.
-        lasting = pl.col("recovery_step").is_null() | (pl.col("recovery_step") > drop.onset_low)
-        collapsed = not scored.events.filter(
-            (pl.col("kind") == "entropy_fall") & lasting
-        ).is_empty()
+        collapsed |= "entropy_fall" in scored.events["kind"]
     signals = run.scan("signals", view="all").collect()
-    resumed = _resumed_behind_a_drop(signals)
+    resumed = _resumed_behind_a_drop(signals, policy)
     return Recovery(
         run_id=run.run_id,
         plan=plan(
@@ -60,10 +58,11 @@ def recovery_of(run: Run, pattern: str | None = None) -> Recovery:
             learning_rates=_learning_rates(run),
             entropy_collapsed=collapsed,
             onset=onset,
+            policy=policy,
         ),
         scored=scored,
         resumed_step=resumed,
-        verification=None if resumed is None else verify(scored.grades, resumed),
+        verification=None if resumed is None else verify(scored.grades, resumed, policy),
     )
 
 
@@ -76,12 +75,12 @@ def _learning_rates(run: Run) -> dict[int, float]:
     }
 
 
-def _resumed_behind_a_drop(signals: pl.DataFrame) -> int | None:
+def _resumed_behind_a_drop(signals: pl.DataFrame, policy: Policy) -> int | None:
     """The first step of the last attempt, where the one before it had dropped and was left."""
     attempts = signals["attempt"].unique().sort().to_list()
     if len(attempts) < 2:
         return None
-    drop = find_drop(Course(signals, attempts[-2]).grades)
+    drop = find_drop(Course(signals, attempts[-2], policy).grades, policy)
     first_step = signals.filter(pl.col("attempt") == attempts[-1])["step"].min()
     assert isinstance(first_step, int)
     return first_step if drop is not None and first_step <= drop.trough.step else None

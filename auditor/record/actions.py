@@ -46,6 +46,9 @@ class Monitored(Protocol):
         """Register a checkpoint."""
 
 
+DATA_SIGNALS: Final = frozenset({"sample_rank", "memorisation"})
+"""Signals of what is trained on: poor or repeated data is not mended by a lower learning rate."""
+
 Action = Callable[["Alert", Any], None]
 
 
@@ -118,7 +121,7 @@ class CutLearningRate:
     Schedules set the learning rate anew at every step, so the cut is made just before the
     optimizer's ``step`` and taken back right after it: a schedule and a saved optimizer see the
     schedule's own value all along. Alerts during a cut prolong it; factors do not multiply, the
-    lower one counts.
+    lower one counts. Alerts of ``DATA_SIGNALS`` cut nothing.
 
     Updates that mixed precision skips do not count; those of a fused optimizer, which is called all
     the same, do. An ``optimizer.step`` replayed from a CUDA graph runs no hooks and is not cut.
@@ -169,7 +172,7 @@ class CutLearningRate:
         return self._active
 
     def __call__(self, alert: Alert, monitor: Monitored) -> None:
-        if not reaches(alert, self._at):
+        if not reaches(alert, self._at) or alert.signal in DATA_SIGNALS:
             return
         if rank_and_world()[1] > 1:
             raise AuditorError(

@@ -57,17 +57,19 @@ class Webhook:
         self._timeout_s = timeout_s
         self._waiting: queue.Queue[bytes] = queue.Queue(QUEUE_ALERTS)
         self._thread: threading.Thread | None = None
-        self._raised = False
+        self._raised: set[str] = set()  # signals whose alerts were posted and are not over
         self.posted = self.failures = self.dropped = 0
 
     def __repr__(self) -> str:
         return f"Webhook({self.place})"
 
     def __call__(self, alert: Alert, monitor: Monitored) -> None:
-        over = alert.level == "recovered" and self._raised
-        if not over and not reaches(alert, self._at):
+        if reaches(alert, self._at):
+            self._raised.add(alert.signal)
+        elif alert.level == "recovered" and alert.signal in self._raised:
+            self._raised.discard(alert.signal)
+        else:
             return
-        self._raised = not over
         body = {"text": f"auditor: {alert.message}"} if self._format == "slack" else _fields(alert)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="auditor-webhook", daemon=True)

@@ -15,7 +15,6 @@ from auditor.measure.recovery import (
     choose_checkpoint,
     find_drop,
     grade_at,
-    has_collapsed,
     plan,
     verify,
 )
@@ -246,23 +245,6 @@ def test_the_grade_of_a_step_is_that_of_the_sample_before_it() -> None:
         15,
     ]
     assert grade_at([], 5) is None
-
-
-@pytest.mark.parametrize(
-    ("entropies", "collapsed"),
-    [
-        ([2.6] * 20 + [1.2] * 3, True),
-        ([2.6] * 20 + [1.4] * 3, False),
-        ([2.6] * 20 + [0.1], False),  # one odd sample
-        ([2.6] * 5 + [0.1] * 5, False),  # too short to tell
-        ([2.6] * 20 + [math.nan] * 5, False),
-        ([], False),
-    ],
-)
-def test_entropy_has_collapsed_below_half_of_its_level(
-    entropies: list[float], collapsed: bool
-) -> None:
-    assert has_collapsed(entropies) is collapsed
 
 
 @pytest.mark.parametrize(

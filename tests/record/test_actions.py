@@ -184,6 +184,13 @@ def test_a_cut_at_danger_leaves_a_watched_run_alone() -> None:
     assert taken(optimizer, parameter) == 1.0
 
 
+@pytest.mark.parametrize("signal", ["sample_rank", "memorisation"])
+def test_poor_data_is_no_reason_to_cut_the_learning_rate(signal: str) -> None:
+    optimizer, (parameter,) = sgd()
+    CutLearningRate(optimizer)(alert("watch", signal=signal), Monitor())
+    assert taken(optimizer, parameter) == 1.0
+
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "closed form": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s)),
     "from the current value": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
@@ -238,7 +245,7 @@ def test_a_schedule_sees_its_own_values_all_along(schedule: str, kind: str) -> N
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
-def test_adam_in_its_variants_moves_by_the_cut_rate(options: dict[str, bool]) -> None:
+def test_adam_in_its_variants_moves_by_the_cut_rate(options: dict[str, Any]) -> None:
     """The update of Adam is proportional to the learning rate: an optimizer made with the cut rate
     is the truth."""
 
@@ -415,6 +422,7 @@ def test_a_webhook_posts_the_alert_and_that_it_is_over(server: Server) -> None:
     webhook(alert("recovered"), Monitor())  # of something never posted
     webhook(alert("watch"), Monitor())
     webhook(alert("danger", step=7, grade=None, ratio=math.nan, layer=None), Monitor())
+    webhook(alert("recovered", step=8, signal="max_logit"), Monitor())  # of another signal
     webhook(alert("recovered", step=9), Monitor())
     webhook(alert("recovered", step=10), Monitor())
     assert webhook.flush(30)
