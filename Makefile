@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_FLAGS ?=
 
-STACKS := accelerate fabric lightning mosaic transformers torchdata webdataset
+STACKS := accelerate fabric lightning models mosaic transformers torchdata webdataset
 
 .SECONDARY:
 .PHONY: demo test test-stacks check format clean
@@ -53,7 +53,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,check]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,check,wandb,trackio]"
 	touch $@
 
 clean:

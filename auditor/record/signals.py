@@ -42,6 +42,7 @@ class Signals:
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._paths = {site.layer: site.path for site in sites}
+        self._follows = {site.layer for site in sites if site.follows}
         self._heads = HeadBaselines()
         self.seen: dict[int, set[str]] = {}
 
@@ -53,7 +54,8 @@ class Signals:
         for layer, matrix in positions.items():
             rows = [self._row("non_finite", layer, float(np.mean(~np.isfinite(matrix))))]
             if layer >= 0:
-                rows += self._of_block(layer, matrix, positions.get(layer - 1))
+                inputs = positions.get(layer - 1) if layer in self._follows else None
+                rows += self._of_block(layer, matrix, inputs)
                 rows += self._of_segments(layer, matrix, captured["places"][layer])
             yield from ({**row, "kind": kind} for row in rows)
         for signal, name in (("sample_rank", "samples"), ("value_rank", "values")):

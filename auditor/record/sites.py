@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Final
 
 from torch import nn
 
@@ -13,13 +14,15 @@ from torch import nn
 class Site:
     """A block of the residual stream: its number from 0, module path and module.
 
-    ``batch_first``: whether its activations are [B, T, D]; else [T, B, D].
+    ``batch_first``: whether its activations are [B, T, D]; else [T, B, D]. ``follows``: whether its
+    input is what the block before it put out (of the first, the embedding).
     """
 
     layer: int
     path: str
     module: nn.Module
     batch_first: bool = True
+    follows: bool = True
 
 
 def eager(model: nn.Module) -> nn.Module:
@@ -59,15 +62,18 @@ def _is_compiled(module: nn.Module) -> bool:
     )
 
 
+STACK_SHARE: Final = 0.5
+"""A further list of blocks counts when it has this share of the parameters of the largest."""
+
+
 def find_blocks(model: nn.Module) -> Sequence[Site]:
-    """The transformer blocks in order: the ModuleList that holds most of the parameters.
+    """The transformer blocks in order: the lists of blocks that hold most of the parameters.
 
     Candidates are ``ModuleList`` and ``Sequential`` whose children are all of one class and have
-    children of their own; among those the one with the most parameters wins, then with the most
-    children, then the outermost.
-    Empty when the model has none.
+    children of their own. The one with the most parameters wins, then with the most children, then
+    the outermost; an encoder and a decoder beside it are both taken. Empty when there is none.
     """
-    best: tuple[tuple[int, int], str, nn.Module] | None = None
+    candidates: list[tuple[int, int, str, nn.Module]] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
             continue
@@ -77,16 +83,26 @@ def find_blocks(model: nn.Module) -> Sequence[Site]:
         ):
             continue
         n_parameters = sum(parameter.numel() for parameter in module.parameters())
-        size = (n_parameters, len(children))
-        if best is None or size > best[0]:
-            best = (size, path, module)
-    if best is None:
-        return []
-    _, path, module = best
-    return [
-        _site(layer, f"{path}.{name}" if path else name, child)
-        for layer, (name, child) in enumerate(module.named_children())
-    ]
+        candidates.append((n_parameters, len(children), path, module))
+    largest = max((one[0] for one in candidates), default=0)
+    chosen: list[tuple[str, nn.Module]] = []
+    for size, _, path, module in sorted(candidates, key=lambda one: one[:2], reverse=True):
+        apart = not any(_is_inside(path, other) or _is_inside(other, path) for other, _ in chosen)
+        if apart and size >= STACK_SHARE * largest:
+            chosen.append((path, module))
+    order = [path for _, _, path, _ in candidates]  # as the model has them
+    found: list[Site] = []
+    for path, module in sorted(chosen, key=lambda one: order.index(one[0])):
+        for name, child in module.named_children():
+            where = f"{path}.{name}" if path else name
+            site = _site(len(found), where, child)
+            follows = not found or child is not next(module.children())
+            found.append(replace(site, follows=follows))
+    return found
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
 
 
 def named_blocks(model: nn.Module, sites: Sequence[str | nn.Module]) -> Sequence[Site]:
