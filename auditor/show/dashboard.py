@@ -313,13 +313,14 @@ def curve(
     n_levels = len(levels) * n_rows
     rows = [""] * n_rows
     for value in groups:
-        place = 0.5 if high <= low else (value - low) / (high - low)
-        level = 0 if math.isnan(place) else max(0, min(n_levels - 1, int(place * n_levels)))
-        for i in range(n_rows):
-            above = level - len(levels) * i  # row i counts from the bottom
+        is_finite = math.isfinite(value)
+        place = (value - low) / (high - low) if is_finite and high > low else 0.5
+        level = max(0, min(n_levels - 1, int(place * n_levels)))
+        for i in range(n_rows):  # from the bottom
+            above = level - len(levels) * i
             full = levels[-1] if is_utf else "|"
             sign = full if above >= len(levels) else levels[above] if above >= 0 else " "
-            if not math.isfinite(value):
+            if not is_finite:
                 sign = _NOT_FINITE if i == 0 else " "
             rows[n_rows - 1 - i] += sign
     return rows

@@ -93,6 +93,7 @@ class SignalHistory:
         self.alerts: deque[Notice] = deque(maxlen=NOTICES)
         self.policies: dict[int, Policy] = {}  # by attempt, where it has noted one
         self.step: tuple[int, int] | None = None  # attempt and step of the latest per-step signal
+        self._attempt: int | None = None
         self._judged: int | None = None  # attempt of the grader and the alerts
         self._grader, self._alerts = Grader(), Alerts()
 
@@ -101,15 +102,22 @@ class SignalHistory:
 
     def take(self, attempt: int, frame: Frame) -> None:
         """Add a frame of this attempt's signals; other kinds of frames are passed over."""
-        if frame.kind == "scalars":
+        if frame.kind == "scalars" and len(frame.columns["step"]):
+            self._begin(attempt, int(frame.columns["step"][0]))
             self._take_scalars(attempt, frame)
         elif frame.kind == "signals":
+            self._begin(attempt, int(frame.scalars["step"]))
             self._take_sample(attempt, frame)
+
+    def _begin(self, attempt: int, step: int) -> None:
+        """Drop what an attempt that begins at this step went back behind."""
+        if attempt != self._attempt:
+            self._attempt = attempt
+            for facts in (*self.series.values(), self.graded, self.changes, self.alerts):
+                _drop_void(facts, attempt, step)
 
     def _take_scalars(self, attempt: int, frame: Frame) -> None:
         steps = frame.columns["step"].tolist()
-        if not steps:
-            return
         for name, values in frame.columns.items():
             if name == "step":
                 continue
