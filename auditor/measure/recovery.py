@@ -119,6 +119,11 @@ class RecoveryPlan:
     qk_norm: bool = False
     steps: tuple[Step, ...] = ()
 
+    def __str__(self) -> str:
+        """The plan in words, its steps numbered."""
+        steps = [f"{i}. {step.title}\n   {step.detail}" for i, step in enumerate(self.steps, 1)]
+        return "\n".join([self.summary, *steps])
+
 
 @dataclass(frozen=True)
 class Verification:

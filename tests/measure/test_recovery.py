@@ -103,6 +103,33 @@ def test_a_severe_drop_in_numbers() -> None:
     assert [step.title for step in found.steps][-1] == "Verify for 1,000 steps"
 
 
+@given(
+    ratios=st.lists(
+        st.one_of(st.floats(0, 1), st.just(math.nan), st.sampled_from([0.75, 0.15])),
+        min_size=20,
+        max_size=120,
+    )
+)
+def test_any_course_gives_a_plan_whose_numbers_are_in_order(ratios: list[float]) -> None:
+    grades = graded([0.75] * 21 + ratios)
+    found = plan(grades, [Checkpoint("a", 50), Checkpoint("b", 200)], learning_rates=RATES)
+    assert str(found).startswith(found.summary)
+    drop = found.drop
+    if drop is None:
+        assert found.state == "none" and not found.steps
+        return
+    assert drop.onset_low < drop.onset_high <= drop.trough.step
+    assert drop.recovery_step is None or drop.recovery_step > drop.trough.step
+    steps = {one.step for one in grades}
+    assert {drop.onset_low, drop.onset_high, drop.trough.step} <= steps
+    if drop.trough.grade is None:
+        assert found.state in ("danger", "recovered") and drop.severe
+    if found.checkpoint_is_good:
+        assert found.checkpoint is not None and found.checkpoint.step < drop.onset_low
+    assert found.learning_rate is not None and found.lowest_learning_rate is not None
+    assert 0 < found.lowest_learning_rate <= found.learning_rate <= 1e-3
+
+
 def test_danger_at_s2_is_a_cut_of_50_to_70_percent() -> None:
     found = plan(course(*HEALTHY, (0.25, 400)), learning_rates=RATES)
     assert found.drop is not None and found.drop.level == "danger" and not found.drop.severe

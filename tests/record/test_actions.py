@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+from auditor import GradeMonitor
+from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.errors import AuditorError
 from auditor.explain.checkpoints import registered
-from auditor.measure.grading import Alert
+from auditor.measure.grading import Alert, Policy
 from auditor.record import actions
 from auditor.record.actions import CutLearningRate, Log, RequestCheckpoint, StopTraining
 from auditor.record.checkpoints import append_checkpoint
@@ -373,6 +375,39 @@ def test_several_ranks_are_not_cut_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert taken(optimizer, parameter) == 1.0
     cut.cut()
     assert taken(optimizer, parameter) == pytest.approx(0.5)
+
+
+def test_a_monitor_calls_them_inside_its_step(tmp_path: Path) -> None:
+    """A real one, by thresholds that call every grade a danger; one of the actions fails."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=16, width=16, n_blocks=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    cut = CutLearningRate(optimizer, steps=100)
+
+    def failing(alert: Alert, monitor: Any) -> None:
+        raise RuntimeError("of the user's own making")
+
+    policy = Policy(warmup_samples=0, warmup_steps=0, watch_grade=7, danger_grade=7)
+    monitor = GradeMonitor(
+        model, run=tmp_path / "run", every=1, policy=policy, on_alert=[failing, StopTraining(), cut]
+    )
+    for _ in range(20):
+        loss = next_byte_loss(model, torch.randint(0, 256, (4, 17)))
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.step(loss, optimizer=optimizer)
+        optimizer.step()
+        monitor.flush()
+        if monitor.should_stop:
+            break
+    assert monitor.should_stop
+    assert cut.active_factor == pytest.approx(1 / 3)
+    before = model.head.weight.detach().clone()
+    optimizer.step()
+    moved = (before - model.head.weight.detach()).norm() / model.head.weight.grad.norm()
+    assert float(moved) == pytest.approx(1e-3 / 3, rel=1e-3)
+    monitor.close()
+    assert monitor._recorder.failures == {"action failing": 1}
 
 
 # -- the webhook -----------------------------------------------------------------------------
