@@ -199,7 +199,8 @@ def plan(
                 "Observe",
                 f"{course} Train {OBSERVE_STEPS} steps so, sampled at least every 50 steps, and "
                 "save a checkpoint before. If the grade falls to S2 or lower, or by two grades "
-                "within 100 steps, roll back.",
+                "within 100 steps, roll back. Whether data caused it is for auditor report to say: "
+                "poor data is not mended by a lower learning rate.",
             ),
             _fallback(checkpoint, is_good, grades),
         ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
+import polars as pl
 from rich.console import Console
 from rich.text import Text
 
-from auditor.explain.checkpoints import LOSS_STEPS, NEIGHBOUR_STEPS, Scored
+from auditor.explain.checkpoints import LOSS_STEPS, MODEL_EVENTS, NEIGHBOUR_STEPS, Scored
 from auditor.explain.recovery import Recovery
 from auditor.measure.recovery import ROLLBACK_GRADE, Checkpoint, RecoveryPlan
 from auditor.show import wording
@@ -48,11 +49,8 @@ def print_recovery(console: Console, recovery: Recovery) -> None:
         # Whole, not as a sentence: a path in it is to be copied.
         line(console, "", clean(step.detail, 10 * _PATH_CHARS), label_chars=3)
     _print_notes(console, recovery.scored)
-    n_events = len(recovery.scored.events)
-    if recovery.plan.drop is None and n_events:
-        console.print()
-        counted = wording.counted(n_events, "event")
-        line(console, "", f"{counted} in other signals, see auditor report.", label_chars=0)
+    if recovery.plan.state in ("none", "recovered"):
+        _print_lasting(console, recovery.scored)
 
 
 def recovery_as_json(recovery: Recovery) -> dict[str, Any]:
@@ -211,6 +209,22 @@ def _common_folder(paths: list[str]) -> tuple[str, list[str]]:
     if folder in ("", "/") or any("://" in path for path in paths):
         return "", paths
     return folder, [path[len(folder) + 1 :] for path in paths]
+
+
+def _print_lasting(console: Console, scored: Scored) -> None:
+    """Signals of the model that fell and did not recover, where the grade did not or has."""
+    lasting = scored.events.filter(
+        pl.col("kind").is_in(list(MODEL_EVENTS - {"grade_drop"}))
+        & pl.col("recovery_step").is_null()
+    )
+    if lasting.is_empty():
+        return
+    told = "; ".join(
+        f"{wording.kind(row['kind'])} ({clean(row['signal'])}, {wording.onset(row)})"
+        for row in lasting.iter_rows(named=True)
+    )
+    console.print()
+    line(console, "", f"Not recovered, see auditor report: {told}.", label_chars=0)
 
 
 def _print_notes(console: Console, scored: Scored) -> None:
