@@ -6,21 +6,19 @@ Each ledger is read on from where it was left. Of one that was long already, onl
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
-from auditor.attempt import STALE_S, rank_folder, read_run_json
+from auditor.attempt import LEDGERS, STALE_S, rank_folder, read_run_json
 from auditor.errors import RunError, SchemaVersionError
 from auditor.ledger import Frame, LedgerReader
 from auditor.measure.grading import Policy
 from auditor.run import Run
+from auditor.show.life import Pace, is_gone, state_of
 from auditor.show.recent import (
     HISTORY,
     BatchHistory,
@@ -37,17 +35,6 @@ EXPOSURE_BYTES: Final = 16 * 2**20
 SAMPLE_BYTES: Final = 16 * 2**20
 SIGNAL_BYTES: Final = 64 * 2**20
 """What is read of ledgers that were there at first, of all ranks together."""
-
-QUIET_S: Final = 30.0
-QUIET_INTERVALS: Final = 10
-"""A run is stalled when nothing came for so long, and for so many times the usual interval."""
-
-GONE_S: Final = 15.0
-"""A process that is not there is believed to be gone after this: its last facts may be on their
-way, and it may live in a container with numbers of its own, where it still writes."""
-
-RATE_S: Final = 60.0
-"""Steps per second are taken over this long."""
 
 TORN_S: Final = 5.0
 """Bytes after the last whole frame are torn when nothing followed them for so long."""
@@ -139,7 +126,6 @@ class Following:
         self._run = run
         self._rank = rank
         self._history = history
-        self._began = time.monotonic()
         self._notes: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
         self._gaps: tuple[Any, list[str]] = (None, [])
         self._forget()
@@ -152,10 +138,7 @@ class Following:
         self._batches: dict[int, BatchHistory] = {}
         self._tails: dict[Path, LedgerTail | None] = {}  # None: not a ledger
         self._unreadable: dict[Path, str] = {}
-        self._polled = False
-        self._seen: float | None = None  # when new facts were last found, but for the first time
-        self._intervals: deque[float] = deque(maxlen=50)
-        self._steps: deque[tuple[float, int]] = deque()
+        self._pace = Pace(time.monotonic())
 
     def poll(self) -> Situation:
         """Read what is new.
@@ -176,31 +159,41 @@ class Following:
         if self._run.exists() and not self._run.is_dir():
             raise RunError("not a folder", path=self._run)
         if not (self._run / "run.json").exists():
-            self._forget()
+            if self._run_id is not None:
+                self._forget()
             return Situation(self._run, "the run to begin: it has no run.json yet")
         facts = read_run_json(self._run)
         if facts["run_id"] != self._run_id:
             self._forget()
             self._run_id = str(facts["run_id"])
+        self._list()
         attempts = self._attempts()
         if not attempts:
             who = "any rank" if self._rank is None else f"rank {self._rank}"
             return Situation(self._run, f"a record of {who}: there is none yet", self._run_id or "")
-        if self._read(attempts):
-            now = time.monotonic()
-            if self._polled:
-                if self._seen is not None:
-                    self._intervals.append(now - self._seen)
-                self._seen = now
-        self._polled = True
-        return self._situation(facts, attempts)
+        return self._situation(facts, attempts, news=self._read(attempts))
 
     # -- reading -----------------------------------------------------------------------------
+
+    def _list(self) -> None:
+        """Look which files there are, once for all that follows: ranks may be many."""
+        self._attempt_files = sorted(self._run.glob("attempts/rank-*/attempt-*.json"))
+        self._listed: dict[tuple[str, int], list[Path]] = {}
+        for table in LEDGERS:
+            for path in sorted(self._run.glob(f"{table}/rank-*/attempt-*.ledger")):
+                self._listed.setdefault((table, int(path.parent.name[-5:])), []).append(path)
+        if not self._tails.keys() <= {path for paths in self._listed.values() for path in paths}:
+            raise _RewrittenError
+
+    def _ledgers(self, table: str, rank: int, attempt: int | None = None) -> list[Path]:
+        """By attempt; several of one attempt where loader workers wrote their own."""
+        paths = self._listed.get((table, rank), [])
+        return [path for path in paths if attempt in (None, _attempt_of(path))]
 
     def _attempts(self) -> dict[int, dict[str, Any]]:
         """What the latest attempt of each followed rank noted about itself."""
         latest: dict[int, Path] = {}
-        for path in sorted(self._run.glob("attempts/rank-*/attempt-*.json")):
+        for path in self._attempt_files:
             rank = int(path.parent.name[-5:])
             if self._rank in (None, rank):
                 latest[rank] = path
@@ -220,44 +213,33 @@ class Following:
 
     def _read(self, attempts: Mapping[int, Mapping[str, Any]]) -> bool:
         """Read on in every ledger; whether there was anything new."""
-        for path in self._tails:
-            if not path.exists():
-                raise _RewrittenError
-        # Signals first: what they say about a sample is written after its batch.
         news = self._read_signals()
         for rank, note in attempts.items():
             if rank not in self._batches or self._batches[rank].attempt != note["attempt"]:
                 self._batches[rank] = BatchHistory(note["attempt"])
         samples = [
-            (rank, path)
-            for rank in attempts
-            for path in self._ledgers("samples", rank)
-            if _attempt_of(path) == self._batches[rank].attempt
+            (history.attempt, path)
+            for rank, history in self._batches.items()
+            for path in self._ledgers("samples", rank, history.attempt)
         ]
-        for rank, path in samples:
-            limit = SAMPLE_BYTES // len(samples)
-            for frame in self._new(path, n_frames=2**31, n_bytes=limit):
-                self._sources.take(self._batches[rank].attempt, frame)
+        for attempt, path in samples:
+            for frame in self._new(path, n_frames=2**31, n_bytes=SAMPLE_BYTES // len(samples)):
+                self._sources.take(attempt, frame)
+        n_ranks = len(self._batches)
+        n_frames = max(16, EXPOSURE_FRAMES * 8 // max(n_ranks, 8))
         for rank, history in self._batches.items():
-            for path in self._ledgers("exposures", rank):
-                if _attempt_of(path) == history.attempt:
-                    n = len(self._batches)
-                    frames = self._new(
-                        path,
-                        n_frames=max(16, EXPOSURE_FRAMES * 8 // max(n, 8)),
-                        n_bytes=EXPOSURE_BYTES // n,
-                    )
-                    for frame in frames:
-                        news = True
-                        history.take(frame)
+            for path in self._ledgers("exposures", rank, history.attempt):
+                for frame in self._new(path, n_frames=n_frames, n_bytes=EXPOSURE_BYTES // n_ranks):
+                    news = True
+                    history.take(frame)
         return news
 
     def _read_signals(self) -> bool:
-        if self._rank is None:
-            found = self._run.glob("signals/rank-*/attempt-*.ledger")
-            ranks = sorted({int(path.parent.name[-5:]) for path in found})
-        else:
-            ranks = [self._rank] if self._ledgers("signals", self._rank) else []
+        ranks = sorted(
+            rank
+            for table, rank in self._listed
+            if table == "signals" and self._rank in (None, rank)
+        )
         if not ranks:
             return False
         if self._signals_rank not in (None, ranks[0]):
@@ -290,9 +272,6 @@ class Following:
         except (KeyError, TypeError, ValueError, OSError):  # noted by another version of ours
             return Policy()
 
-    def _ledgers(self, table: str, rank: int) -> list[Path]:
-        return sorted(rank_folder(self._run, table, rank).glob("attempt-*.ledger"))
-
     def _new(self, path: Path, *, n_frames: int, n_bytes: int) -> Iterator[Frame]:
         tail = self._tails.setdefault(path, LedgerTail(path, n_frames=n_frames, n_bytes=n_bytes))
         if tail is None:
@@ -308,47 +287,38 @@ class Following:
     # -- what it means -----------------------------------------------------------------------
 
     def _situation(
-        self, facts: Mapping[str, Any], attempts: Mapping[int, Mapping[str, Any]]
+        self,
+        facts: Mapping[str, Any],
+        attempts: Mapping[int, Mapping[str, Any]],
+        *,
+        news: bool,
     ) -> Situation:
         assert self._run_id is not None
+        now, clock = time.monotonic(), time.time()
         attempt = max(note["attempt"] for note in attempts.values())
-        written = {rank: self._written(rank, note["attempt"]) for rank, note in attempts.items()}
-        quiet_s = self._quiet(max(written.values()))
+        written_by = {rank: self._written(rank, note["attempt"]) for rank, note in attempts.items()}
+        written = max(written_by.values())
         step = self._step(attempt)
-        now = time.monotonic()
-        if step is not None:
-            if self._steps and step < self._steps[-1][1]:
-                self._steps.clear()
-            self._steps.append((now, step))
-        while len(self._steps) > 2 and now - self._steps[1][0] >= RATE_S:
-            self._steps.popleft()
-        mean = self._mean_rate(attempt, attempts, max(written.values()))
-        rate = _rate(self._steps)
-        interval = median(self._intervals) if len(self._intervals) >= 3 else 1 / mean if mean else 0
-        alive = {rank: self._sign_of_life(rank) for rank in attempts}
-        open_ranks = [rank for rank, note in attempts.items() if "closed" not in note]
-        why = ""
-        if not open_ranks:
-            state = "ended"
-            if not all(note.get("complete", True) for note in attempts.values()):
-                why = "not everything could be written"
-        elif quiet_s is None:
-            state = "starting"
-        else:
-            if all(self._is_gone(rank) for rank in open_ranks) and quiet_s >= GONE_S:
-                why = "its process is gone"
-            elif time.time() - max(alive[rank] for rank in open_ranks) > STALE_S < quiet_s:
-                why = "its process gives no sign of life"
-            is_quiet = quiet_s > max(QUIET_S, QUIET_INTERVALS * interval)
-            state = "stalled" if why or is_quiet else "running"
-        newest = max(alive.values())
+        self._pace.look(now, news=news, step=step)
+        quiet_s = self._pace.quiet_s(now, clock - written) if written else None
+        mean = self._mean_rate(attempt, attempts, written)
+        rate = self._pace.steps_per_s
+        signs = {rank: max(self._beat(rank), at) for rank, at in written_by.items()}
+        unclosed = [rank for rank, note in attempts.items() if "closed" not in note]
+        state, why = state_of(
+            attempts.values(),
+            quiet_s=quiet_s,
+            stalled_after=self._pace.stalled_after(mean),
+            all_gone=all(is_gone(self._claim(rank)) for rank in unclosed),
+            silent_s=clock - max(signs.values()),
+        )
         return Situation(
             run=self._run,
             run_id=self._run_id,
             attempt=attempt,
             world_size=int(facts.get("world_size", 1)),
             ranks=list(attempts),
-            silent=[rank for rank in open_ranks if newest - alive[rank] > STALE_S],
+            silent=[rank for rank in unclosed if max(signs.values()) - signs[rank] > STALE_S],
             signals_rank=self._signals_rank,
             step=step,
             state=state,
@@ -366,20 +336,9 @@ class Following:
         times = [
             path.stat().st_mtime
             for table in ("exposures", "signals")
-            for path in self._ledgers(table, rank)
-            if _attempt_of(path) == attempt
+            for path in self._ledgers(table, rank, attempt)
         ]
         return max(times, default=0.0)
-
-    def _quiet(self, written: float) -> float | None:
-        """Seconds since the newest fact. The disk's clock may go wrong: what was seen counts."""
-        if not written:
-            return None
-        by_disk = time.time() - written
-        since = time.monotonic() - (self._began if self._seen is None else self._seen)
-        if self._seen is not None:
-            return min(since, max(0.0, by_disk)) if by_disk >= 0 else since
-        return by_disk if by_disk >= 0 else since
 
     def _step(self, attempt: int) -> int | None:
         steps = [
@@ -411,34 +370,18 @@ class Following:
                 return (history.step - history.first_step + 1) / (written - started)
         return None
 
-    def _sign_of_life(self, rank: int) -> float:
-        """When the rank last wrote anything, its heartbeat included; 0 where that is unknown."""
-        attempt = self._batches[rank].attempt
-        try:
-            beat = (rank_folder(self._run, "attempts", rank) / "claim.json").stat().st_mtime
-        except OSError:
-            beat = 0.0
-        return max(beat, self._written(rank, attempt))
+    def _claim(self, rank: int) -> Path:
+        return rank_folder(self._run, "attempts", rank) / "claim.json"
 
-    def _is_gone(self, rank: int) -> bool:
-        """Whether the rank was written by a process of this host that does not exist any more."""
+    def _beat(self, rank: int) -> float:
+        """The last heartbeat of the rank's process by the clock of the disk; 0: none."""
         try:
-            path = rank_folder(self._run, "attempts", rank) / "claim.json"
-            claim = json.loads(path.read_text(encoding="utf-8"))
-            if claim["host"] != socket.gethostname():
-                return False
-            os.kill(int(claim["pid"]), 0)
-        except ProcessLookupError:
-            return True
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return False
+            return self._claim(rank).stat().st_mtime
+        except OSError:  # closed, or taken over just now
+            return 0.0
 
     def _known_gaps(self, attempts: Mapping[int, Mapping[str, Any]], state: str) -> list[str]:
-        stamp = tuple(
-            (str(path), path.stat().st_mtime_ns)
-            for path in sorted(self._run.glob("attempts/rank-*/attempt-*.json"))
-        )
+        stamp = [(path, path.stat().st_mtime_ns) for path in self._attempt_files]
         if self._gaps[0] != stamp:
             try:
                 gaps = Run.open(self._run).gaps()
@@ -466,10 +409,3 @@ class Following:
 
 def _attempt_of(ledger: Path) -> int:
     return int(ledger.name[8:12])
-
-
-def _rate(steps: Sequence[tuple[float, int]]) -> float | None:
-    """Steps per second over the points observed, None before two steps were seen."""
-    if len(steps) < 2 or steps[-1][1] == steps[0][1]:
-        return None
-    return (steps[-1][1] - steps[0][1]) / (steps[-1][0] - steps[0][0])

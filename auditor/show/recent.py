@@ -102,6 +102,8 @@ class SignalHistory:
 
     def take(self, attempt: int, frame: Frame) -> None:
         """Add a frame of this attempt's signals; other kinds of frames are passed over."""
+        if attempt < (self._attempt or 0):
+            return  # what an earlier attempt left, come to light late
         if frame.kind == "scalars" and len(frame.columns["step"]):
             self._begin(attempt, int(frame.columns["step"][0]))
             self._take_scalars(attempt, frame)
@@ -113,7 +115,8 @@ class SignalHistory:
         """Drop what an attempt that begins at this step went back behind."""
         if attempt != self._attempt:
             self._attempt = attempt
-            for facts in (*self.series.values(), self.graded, self.changes, self.alerts):
+            every: list[deque[Any]] = [*self.series.values(), self.graded]
+            for facts in (*every, self.changes, self.alerts):
                 _drop_void(facts, attempt, step)
 
     def _take_scalars(self, attempt: int, frame: Frame) -> None:
@@ -190,16 +193,16 @@ def _rows(frame: Frame) -> list[dict[str, Any]]:
     segments = frame.strings.get("segment") or [None] * len(signals)
     at = [i for i, name in enumerate(signals) if name in _SHOWN and segments[i] is None]
     kinds, variants = frame.strings["kind"], frame.strings["variant"]
-    values = frame.columns["value"]
-    layers, heads = frame.columns["layer"], frame.columns["head"]
+    values = frame.columns["value"].tolist()
+    layers, heads = frame.columns["layer"].tolist(), frame.columns["head"].tolist()
     return [
         {
             "signal": signals[i],
             "kind": kinds[i],
             "variant": variants[i],
-            "value": float(values[i]),
-            "layer": None if layers[i] == NULL else int(layers[i]),
-            "head": None if heads[i] == NULL else int(heads[i]),
+            "value": values[i],
+            "layer": None if layers[i] == NULL else layers[i],
+            "head": None if heads[i] == NULL else heads[i],
         }
         for i in at
     ]

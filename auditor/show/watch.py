@@ -71,15 +71,15 @@ def follow(run: Path, rank: int | None = None, every: float = 2.0) -> None:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             due, drawn = 0.0, None
             while True:
-                if time.monotonic() >= due:
-                    situation, drawn = _looked(following, situation), None
-                    due = time.monotonic() + every
                 if (size := console.size) != drawn:
                     drawn = size
                     lines = draw(situation, Screen(size.width, size.height, console.encoding))
                     live.update(_group(lines), refresh=True)
                 if quits(max(0.0, min(KEYS_S, due - time.monotonic()))):
                     return
+                if time.monotonic() >= due:
+                    situation, drawn = _looked(following, situation), None
+                    due = time.monotonic() + every
 
 
 def _looked(following: Following, last: Situation) -> Situation:

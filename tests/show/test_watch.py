@@ -39,8 +39,10 @@ from auditor.explain.composition import REPETITIVE_SHARE
 from auditor.explain.grades import grades_of
 from auditor.ledger import MAGIC, NULL, Frame, LedgerWriter, encode
 from auditor.schema import DUPLICATE_SIMILARITY
+from auditor.show import watch
 from auditor.show.dashboard import Screen, curve, draw
 from auditor.show.following import Following, Situation
+from auditor.show.life import Pace
 from auditor.show.recent import BATCHES, Composition, SignalHistory
 
 TRAINING = Path(__file__).with_name("watched.py")
@@ -638,6 +640,54 @@ def test_ranks_are_counted_followed_alone_and_missed_when_silent(tmp_path: Path)
     alone = Following(run, rank=2).poll()
     assert (alone.signals_rank, alone.composition.n_samples) == (2, 3)
     assert values(alone, "loss") == [(0, 2, 2.0)]
+
+
+def test_a_clock_of_the_disk_that_goes_wrong_is_not_believed() -> None:
+    pace = Pace(began=100.0)
+    pace.look(100.0, news=True, step=0)
+    assert pace.quiet_s(103.0, by_disk=50.0) == 50.0  # all there is to go by
+    assert pace.quiet_s(103.0, by_disk=-3600.0) == 3.0
+    pace.look(110.0, news=True, step=1)
+    assert pace.quiet_s(112.0, by_disk=3600.0) == 2.0
+    assert pace.quiet_s(112.0, by_disk=-3600.0) == 2.0
+    assert pace.quiet_s(112.0, by_disk=1.0) == 1.0
+
+
+def test_what_is_usual_is_learnt_while_watching() -> None:
+    pace = Pace(began=0.0)
+    assert pace.stalled_after(None) == 30.0
+    assert pace.stalled_after(1 / 20) == 200.0
+    for i in range(5):
+        pace.look(8.0 * i, news=True, step=i)
+        pace.look(8.0 * i + 2, news=False, step=i)
+    assert pace.stalled_after(1 / 20) == 80.0
+    assert pace.steps_per_s == pytest.approx(4 / 34)
+    for i in range(40):
+        pace.look(40.0 + 2 * i, news=False, step=4)
+    assert pace.steps_per_s is None  # none in the last minute
+    pace.look(130.0, news=True, step=2)  # another attempt goes back
+    pace.look(131.0, news=True, step=5)
+    assert pace.steps_per_s == 3.0
+
+
+def test_a_disk_that_fails_for_a_while_is_told_and_looked_at_again(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following = Following(trained)
+    poll = following.poll
+    before = watch._looked(following, Situation(trained, "its first look"))
+
+    def fails() -> Situation:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(following, "poll", fails)
+    told = screen_of(watch._looked(following, before), width=160)
+    assert "gaps: the run cannot be read now (Stale file handle)" in told
+    assert f"step {N_STEPS - 1}" in told
+    first = screen_of(watch._looked(following, Situation(trained, "its first look")), width=160)
+    assert "waiting for the run, which cannot be read now (Stale file handle)" in first
+    monkeypatch.setattr(following, "poll", poll)
+    assert "no known gaps" in screen_of(watch._looked(following, before))
 
 
 HOSTILE = (
