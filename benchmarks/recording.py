@@ -1,4 +1,4 @@
-"""What recording and monitoring add to training, interleaved with the bare loop.
+"""What recording adds to training, interleaved with the bare loop.
 
 Loader: batches of token samples in memory, taken one after the other, bare and audited in turn: the
 worst case, for nothing else uses the cores. *Training thread*: what taking a batch off the loader
@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from auditor import AuditedSampler, GradeMonitor
+from auditor import AuditedSampler
 from auditor.demo.corpus import WEIGHTS, text_of
-from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.measure.compact import compact
 
 STEP_S = 0.02
@@ -151,47 +150,6 @@ def flat_memory(n_batches: int, folder: Path) -> None:
     print(f"{unscored / (8 * n_batches):.1%} of samples left unscored at full speed")
 
 
-def monitor_cost(every: int, n_steps: int, rounds: int, folder: Path) -> None:
-    """Seconds per epoch of a 7M-parameter model, bare and monitored."""
-    config = GPTConfig(width=256, n_heads=8, n_blocks=8, n_positions=128)
-    data = torch.randint(0, 256, (n_steps, 8, 129))
-    probe = torch.randint(0, 256, (8, 129))
-    totals: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(rounds):
-        for monitored in (False, True):
-            torch.manual_seed(0)
-            model = GPT(config)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            monitor = None
-            if monitored:
-                run = folder / f"monitor-{every}-{turn}"
-                monitor = GradeMonitor(
-                    model, run=run, every=every, probe=probe, probe_loss=next_byte_loss
-                )
-            begun = time.perf_counter()
-            for batch in data:
-                optimizer.zero_grad()
-                loss = next_byte_loss(model, batch)
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                if monitor is not None:
-                    monitor.step(loss, optimizer=optimizer, grad_norm=norm)
-                optimizer.step()
-            if monitor is not None:
-                monitor.flush()
-            totals[monitored].append(time.perf_counter() - begun)
-            if monitor is not None:
-                monitor.close()
-    bare, monitored_s = (statistics.median(totals[key]) for key in (False, True))
-    extra = (monitored_s - bare) / bare
-    n_samples = -(-n_steps // every)
-    steps = (monitored_s - bare) / n_samples / (bare / n_steps)
-    print(
-        f"every {every:>3}: bare {bare:.2f} s, monitored {monitored_s:.2f} s: {extra:+.1%}; "
-        f"a sampled step costs {steps:.1f} ordinary steps more, so {steps / 200:.2%} at every=200"
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -206,7 +164,6 @@ def main() -> int:
                     loader_cost(batch_size, duplication, workers, step_s, arguments.rounds, folder)
         bytes_per_sample(folder)
         scoring_rate()
-        monitor_cost(10, 40, arguments.rounds, folder)
         flat_memory(arguments.batches, folder)
     return 0
 
