@@ -27,6 +27,10 @@ from auditor.record.sites import Site
 N_ROWS: Final = 512
 """Positions a token rank is taken over."""
 
+N_VALUE_ROWS: Final = 256
+"""Positions a value rank is taken over: it is compared with its own past alone, so a coarser one
+will do."""
+
 N_SAMPLES: Final = 64
 """Samples a sample rank is taken over, at most; smaller micro-batches of a step are pooled."""
 
@@ -271,7 +275,7 @@ class _AttentionMode(TorchFunctionMode):
         """Values [B * T, H * head width] of the layer's first attention, pooled like positions."""
         assert self.layer is not None
         have = self._captured.values.get(self.layer)
-        wanted = N_ROWS - (0 if have is None else len(have))
+        wanted = N_VALUE_ROWS - (0 if have is None else len(have))
         if wanted > 0:
             taken = _rows(rows, _evenly(len(rows), wanted)).float()
             self._captured.values[self.layer] = taken if have is None else torch.cat([have, taken])

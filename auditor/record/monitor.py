@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from auditor.measure.baseline import memorisation
 from auditor.measure.grading import DEFAULT_POLICY, Alert, Grade, Policy
 from auditor.measure.judging import Judge, Judgement
+from auditor.measure.recovery import Checkpoint, RecoveryPlan, plan
 from auditor.record.capture import Captured, capturing
+from auditor.record.checkpoints import append_checkpoint
 from auditor.record.exporting import Exporter, Exporting, metrics_of
 from auditor.record.live import LiveForward, call_on, evaluating
 from auditor.record.recorder import Recorder, recorder_for
@@ -36,6 +40,9 @@ SCALARS_STEPS: Final = 50
 EXPORTERS_CLOSE_S: Final = 10.0
 """How long closing waits for exporters."""
 
+KEPT: Final = 4096
+"""Checkpoints, and learning rates of the latest steps, that a recovery plan knows."""
+
 ALERTS_KEPT: Final = 64
 """Alerts that wait for the training thread at most."""
 
@@ -47,7 +54,7 @@ class _Scalars:
     step: int
     loss: Tensor
     grad_norm: Tensor | None
-    lr: float | None
+    lr: float | Tensor | None
 
 
 class GradeMonitor:
@@ -134,6 +141,9 @@ class GradeMonitor:
         self._exporting = Exporting(of_first_rank, self._failed)
         self._live = LiveForward(model, self.sites, self._failed)
         self._scalars: list[_Scalars] = []
+        self._last_step: int | None = None
+        self._checkpoints: collections.deque[Checkpoint] = collections.deque(maxlen=KEPT)
+        self._rates: collections.deque[tuple[int, float]] = collections.deque(maxlen=KEPT)
         self.grades: list[Grade] = []
         self.alerts: list[Alert] = []
         self._new_alerts: collections.deque[Alert] = collections.deque(maxlen=ALERTS_KEPT)
@@ -148,6 +158,47 @@ class GradeMonitor:
     def describe(self) -> str:
         """A table of what was found in the model: blocks, and of each what was seen so far."""
         return describe(self._model, self.sites, self._signals.seen)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that was closed last, None before the first."""
+        return self._last_step
+
+    def checkpoint(self, path: str | PathLike[str], step: int | None = None) -> None:
+        """Register a checkpoint, so that a recovery plan can name it.
+
+        Args:
+            path: of the checkpoint, file or folder.
+            step: the number of updates it holds is ``step + 1``: by default the step closed last.
+        """
+        try:
+            step = self._last_step if step is None else step
+            if step is None:
+                raise ValueError("a checkpoint before the first step needs step=")
+            attempt = self._recorder.attempt
+            absolute = str(Path(path).absolute())
+            self._checkpoints.append(Checkpoint(absolute, step, attempt=attempt.number))
+            write = functools.partial(
+                append_checkpoint, attempt.run, absolute, step,
+                attempt=attempt.number, rank=attempt.rank,
+            )  # fmt: skip
+            self._recorder.submit(write, what="checkpoints")
+        except Exception as error:
+            self._failed("GradeMonitor.checkpoint", error)
+
+    def recovery_plan(self) -> RecoveryPlan:
+        """What to do about the latest drop, from this process's grades and checkpoints.
+
+        ``print(monitor.recovery_plan())`` tells it in words; ``auditor recover run/`` knows earlier
+        attempts as well.
+        """
+        collapsed = any(
+            alert.signal == "heads_fallen" and alert.level != "recovered" for alert in self.alerts
+        )
+        return plan(
+            list(self.grades), list(self._checkpoints), learning_rates=dict(self._rates.copy()),
+            entropy_collapsed=collapsed, policy=self._policy,
+        )  # fmt: skip
 
     def _failed(self, place: str, error: Exception) -> None:
         self._recorder.failed(place, error)
@@ -250,11 +301,12 @@ class GradeMonitor:
                 step,
                 torch.as_tensor(loss).detach().float().mean(),
                 None if grad_norm is None else whole(torch.as_tensor(grad_norm)).float().mean(),
-                float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None,
+                None if optimizer is None else _scalar(optimizer.param_groups[0]["lr"]),
             )
         )
         if sampled or len(self._scalars) >= SCALARS_STEPS:
             self._send_scalars()
+        self._last_step = step
         if self._schedule.next_is_sampled(step):
             self._live.arm()
         self._act()
@@ -377,32 +429,48 @@ class GradeMonitor:
         scalars, self._scalars = self._scalars, []
         if not scalars:
             return
-        loss = to_host(torch.stack([one.loss for one in scalars]))
-        norms = [one.grad_norm for one in scalars if one.grad_norm is not None]
-        norm = to_host(torch.stack(norms)) if norms else None
+        n = len(scalars)
+        columns = {
+            name: _column([getattr(one, name) for one in scalars])
+            for name in ("loss", "grad_norm", "lr")
+        }
 
         def write() -> None:
-            losses = loss().astype(np.float64)
-            self._losses.extend(losses.tolist())
-            grad_norm = np.full(len(scalars), np.nan)
-            if norm is not None:
-                grad_norm[[one.grad_norm is not None for one in scalars]] = norm()
-            columns = {
-                "step": np.asarray([one.step for one in scalars], np.int64),
-                "loss": losses,
-                "lr": np.asarray([np.nan if s.lr is None else s.lr for s in scalars]),
-                "grad_norm": grad_norm,
-            }
-            self._recorder.append_scalars(columns)
-            for n, one in enumerate(scalars):
-                values = {"auditor/loss": float(losses[n])}
-                if one.lr is not None:
-                    values["auditor/lr"] = one.lr
-                if one.grad_norm is not None:
-                    values["auditor/grad_norm"] = float(grad_norm[n])
-                self._exporting.send(one.step, values)
+            steps = [one.step for one in scalars]
+            values = {name: fetch() for name, fetch in columns.items()}
+            self._losses.extend(values["loss"].tolist())
+            self._rates.extend(zip(steps, values["lr"].tolist(), strict=True))
+            self._recorder.append_scalars({"step": np.asarray(steps, np.int64), **values})
+            for i in range(n):
+                point = {
+                    f"auditor/{name}": float(column[i])
+                    for name, column in values.items()
+                    if getattr(scalars[i], name) is not None
+                }
+                self._exporting.send(steps[i], point)
 
         self._recorder.submit(write, what="scalars")
+
+
+def _scalar(value: Tensor | float) -> Tensor | float:
+    """A learning rate as it is now: a tensor is changed in place later, and is not waited for."""
+    return value.detach().float().clone() if isinstance(value, Tensor) else float(value)
+
+
+def _column(values: Sequence[Tensor | float | None]) -> Callable[[], np.ndarray]:
+    """Scalars, some of them on a device, on their way to f64 [n] on the host; NaN for None."""
+    places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    fetch = to_host(torch.stack(tensors)) if tensors else None
+    known = [math.nan if v is None or isinstance(v, Tensor) else v for v in values]
+
+    def column() -> np.ndarray:
+        filled = np.asarray(known, np.float64)
+        if fetch is not None:
+            filled[places] = fetch()
+        return filled
+
+    return column
 
 
 def _is_accumulating(optimizer: Any) -> bool:
