@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import json
@@ -38,12 +39,19 @@ from auditor.errors import SchemaVersionError
 from auditor.explain.composition import REPETITIVE_SHARE
 from auditor.explain.grades import grades_of
 from auditor.ledger import MAGIC, NULL, Frame, LedgerWriter, encode
-from auditor.schema import DUPLICATE_SIMILARITY
+from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 from auditor.show import watch
 from auditor.show.dashboard import Screen, curve, draw
 from auditor.show.following import Following, Situation
 from auditor.show.life import Pace
-from auditor.show.recent import BATCHES, Composition, SignalHistory
+from auditor.show.recent import (
+    BATCHES,
+    OTHER_SOURCES,
+    SOURCES,
+    Composition,
+    SignalHistory,
+    SourceTable,
+)
 
 TRAINING = Path(__file__).with_name("watched.py")
 N_STEPS = 130
@@ -105,6 +113,7 @@ class Terminal:
         self.resize(rows, columns)
         self.mode = termios.tcgetattr(self.slave)
         self.output = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end inside a sign
 
         def own_the_terminal() -> None:
             os.setsid()
@@ -124,7 +133,7 @@ class Terminal:
 
     def read(self) -> None:
         while select.select([self.master], [], [], 0.05)[0]:
-            self.output += os.read(self.master, 2**16).decode("utf-8", "replace")
+            self.output += self.decoder.decode(os.read(self.master, 2**16))
 
     def shown(self) -> list[str]:
         """The latest screen that was drawn to its end."""
@@ -637,6 +646,11 @@ def test_ranks_are_counted_followed_alone_and_missed_when_silent(tmp_path: Path)
     assert "3 ranks of 4" in screen_of(together)
     assert "silent: rank 1" in screen_of(together, width=120)
     assert any("ranks [3] of 4" in gap for gap in together.gaps)
+    following = Following(run)
+    (run / "signals/rank-00000").rename(run / "later")
+    assert following.poll().signals_rank == 1
+    (run / "later").rename(run / "signals/rank-00000")
+    assert values(following.poll(), "loss") == [(0, 0, 0.0)]
     alone = Following(run, rank=2).poll()
     assert (alone.signals_rank, alone.composition.n_samples) == (2, 3)
     assert values(alone, "loss") == [(0, 2, 2.0)]
@@ -725,6 +739,35 @@ def test_names_from_data_are_inert(tmp_path: Path) -> None:
         text.encode(encoding)
 
 
+def samples_frame(sources: dict[int, str | None]) -> Frame:
+    return Frame("samples", {}, {"key": np.asarray(list(sources))}, {"source": [*sources.values()]})
+
+
+def test_a_key_means_something_inside_its_attempt_only_and_memory_is_bounded() -> None:
+    table = SourceTable()
+    table.take(0, samples_frame({1: "books", 2: None, 2**62 + 5: "web"}))
+    table.take(1, samples_frame({1: "news"}))
+
+    def named(attempt: int, *keys: int) -> list[str | None]:
+        found = table.of(attempt, np.asarray(keys))
+        return [None if number < 0 else table.names[number] for number in found]
+
+    assert named(0, 1, 2, 3, 2**62 + 5) == ["books", UNKNOWN_SOURCE, None, "web"]
+    assert named(1, 1, 2, 2**62 + 5) == ["news", None, None]
+    for begin in range(0, 3 * SOURCES, SOURCES):
+        table.take(2, samples_frame({key: f"s{key}" for key in range(begin, begin + SOURCES)}))
+    assert len(table.names) == SOURCES
+    assert named(2, 5, 3 * SOURCES - 1) == ["s5", OTHER_SOURCES]
+
+
+def test_a_dumb_terminal_gets_one_frame_without_escapes(trained: Path) -> None:
+    with terminal(str(trained), TERM="dumb") as screen:
+        assert screen.process.wait(WAIT_S) == 0
+        screen.read()
+        assert "\x1b" not in screen.output
+        assert f"step {N_STEPS - 1}" in screen.output
+
+
 # -- drawing -------------------------------------------------------------------------------------
 
 
@@ -780,6 +823,13 @@ def test_a_fall_is_told_as_change_and_alert_and_an_attempt_that_goes_back_takes_
     assert not history.changes
     assert not history.alerts
     assert [one.step for one in history.graded][-2:] == [280, 290]
+
+
+def test_a_step_that_was_tried_again_counts_as_it_was_measured_last() -> None:
+    history = SignalHistory()
+    for loss in (1.0, 2.0):
+        history.take(0, scalars_frame([4, 5], loss) if loss == 1.0 else scalars_frame([5], loss))
+    assert [(p.step, p.value) for p in history.points("loss")] == [(4, 1.0), (5, 2.0)]
 
 
 def test_alerts_are_not_pushed_out_by_changes_of_grade() -> None:
