@@ -1,0 +1,192 @@
+"""From a damaged model to what a person is told, and what is done about it: a real monitor."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from click.testing import CliRunner
+
+from auditor import GradeMonitor, Run
+from auditor.cli import main
+from auditor.demo.model import GPT, GPTConfig, next_byte_loss
+from auditor.explain.grades import judgements_of
+from auditor.measure.grading import Alert, Policy
+from auditor.record.actions import StopTraining
+from auditor.record.exporters import JSONLines
+
+EARLY = Policy(warmup_samples=1, warmup_steps=10)
+"""So that a short run can alarm."""
+
+DAMAGE_STEP, STEPS = 130, 260
+
+
+def windows(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (n, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def damage(model: GPT) -> None:
+    """One direction common to all positions drowns the others."""
+    with torch.no_grad():
+        model.blocks[1].mlp[2].bias += 300.0 * torch.randn(
+            32, generator=torch.Generator().manual_seed(1)
+        )
+
+
+def train(run: Path, **options: Any) -> GradeMonitor:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    options = {"every": 60, "budget": 1.0, "policy": EARLY, **options}
+    monitor = GradeMonitor(
+        model, run=run, probe=windows(8, seed=5), probe_loss=next_byte_loss, **options
+    )
+    for step in range(STEPS):
+        if step == DAMAGE_STEP:
+            damage(model)
+        loss = next_byte_loss(model, windows(4, seed=step))
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.step(loss, optimizer=optimizer)
+        optimizer.step()
+        if step % 30 == 0:
+            monitor.flush()  # a real step is slower than the analysis; this one is not
+        if step == 100:
+            (run.parent / "ckpt-100").mkdir()
+            monitor.checkpoint(run.parent / "ckpt-100")
+        if monitor.should_stop:
+            break
+    monitor.close()
+    assert not monitor._recorder.failures
+    return monitor
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GradeMonitor]:
+    run = tmp_path_factory.mktemp("damaged") / "run"
+    return run, train(run)
+
+
+def test_suspicious_sample_brings_the_next_one_forward(damaged: tuple[Path, GradeMonitor]) -> None:
+    _, monitor = damaged
+    steps = [grade.step for grade in monitor.grades]
+    assert steps[:4] == [0, 60, 120, 180]
+    assert steps[4] == 210  # at every=60 it would have been 240
+
+
+def test_damage_is_told_once_with_step_grade_and_block(damaged: tuple[Path, GradeMonitor]) -> None:
+    _, monitor = damaged
+    of_grade = [alert for alert in monitor.alerts if alert.signal == "grade"]
+    assert [(alert.level, alert.step, alert.layer) for alert in of_grade] == [("danger", 210, 1)]
+
+
+def test_alerts_of_a_finished_run_are_those_that_were_raised_live(
+    damaged: tuple[Path, GradeMonitor],
+) -> None:
+    run, monitor = damaged
+    signals = Run.open(run).scan("signals").collect()
+    again = [alert for _, one in judgements_of(signals, EARLY) for alert in one.alerts]
+    assert again == monitor.alerts
+
+
+def test_actions_run_on_the_training_thread_and_what_they_raise_stays_there(
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[Alert, str]] = []
+
+    def note(alert: Alert, monitor: GradeMonitor) -> None:
+        seen.append((alert, threading.current_thread().name))
+
+    def broken(alert: Alert, monitor: GradeMonitor) -> None:
+        raise RuntimeError("a fault of the action")
+
+    torch.manual_seed(0)
+    run = tmp_path / "run"
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    monitor = GradeMonitor(
+        model, run=run, every=10, policy=EARLY, on_alert=[broken, note, StopTraining()]
+    )
+    for step in range(60):
+        if step == 35:
+            damage(model)
+        loss = next_byte_loss(model, windows(4, seed=step))
+        loss.backward()
+        monitor.step(loss)
+        monitor.flush()
+        if monitor.should_stop:
+            break
+    assert step < 59
+    monitor.close()
+    assert seen[0][0].level == "danger"
+    assert {thread for _, thread in seen} == {threading.main_thread().name}
+    assert monitor._recorder.failures["action broken"] >= 1
+
+
+def test_without_actions_nothing_is_done(damaged: tuple[Path, GradeMonitor]) -> None:
+    _, monitor = damaged
+    assert monitor.alerts
+    assert not monitor.should_stop
+
+
+def test_recovery_plan_names_the_checkpoint_from_before_the_damage(
+    damaged: tuple[Path, GradeMonitor],
+) -> None:
+    run, monitor = damaged
+    assert f"{run.parent / 'ckpt-100'}" in str(monitor.recovery_plan())
+    found = CliRunner().invoke(main, ["recover", str(run), "--json"])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output)["checkpoint"]["path"] == str(run.parent / "ckpt-100")
+
+
+def test_grade_command_grades_as_live_and_by_other_thresholds(
+    damaged: tuple[Path, GradeMonitor], tmp_path: Path
+) -> None:
+    run, monitor = damaged
+    found = CliRunner().invoke(main, ["grade", str(run), "--json"])
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.output)
+    assert told["policy"] == asdict(EARLY)  # the run's own
+    assert [row["grade"] for row in told["grades"]] == [g.grade for g in monitor.grades]
+    assert told["live"] == {"sampled_steps": len(monitor.grades), "graded_otherwise": 0}
+    assert [alert["message"] for alert in told["alerts"]] == [a.message for a in monitor.alerts]
+    settings = tmp_path / "late.toml"
+    settings.write_text("[policy]\nconfirm_samples = 50\n")
+    late = CliRunner().invoke(main, ["grade", str(run), "--policy", str(settings)])
+    assert "danger: grade" not in late.output
+    assert "S0" in late.output
+    wrong = CliRunner().invoke(main, ["grade", str(run), "--set", "danger=1"])
+    assert wrong.exit_code == 2
+    assert "danger_grade" in wrong.output
+
+
+def test_exporters_get_sampled_signals_and_the_scalars_of_every_step(tmp_path: Path) -> None:
+    monitor = train(tmp_path / "run", exporters=[JSONLines(tmp_path / "metrics.jsonl")])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["auditor/loss"] for line in lines if "auditor/loss" in line}
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    recorded = signals.filter(pl.col("signal") == "loss").sort("step")
+    assert sorted(losses) == recorded["step"].to_list() == list(range(STEPS))
+    assert [losses[step] for step in range(STEPS)] == pytest.approx(recorded["value"].to_list())
+    grades = {line["step"]: line["auditor/grade"] for line in lines if "auditor/grade" in line}
+    assert grades == {grade.step: grade.grade for grade in monitor.grades}
+
+
+def test_learning_rate_that_is_a_tensor_is_recorded_as_it_was_at_the_step(tmp_path: Path) -> None:
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=100)
+    for step in range(3):
+        loss = next_byte_loss(model, windows(2, seed=step))
+        loss.backward()
+        monitor.step(loss, optimizer=optimizer)
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+    monitor.close()
+    rates = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "lr").collect()
+    assert rates.sort("step")["value"].to_list() == [0.5, 0.25, 0.125]
