@@ -329,7 +329,7 @@ def replay_order(
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
     "--policy",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path),
     help="A TOML file of thresholds.",
 )
 @click.option(
