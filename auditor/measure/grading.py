@@ -167,13 +167,7 @@ class Grader:
             return "undefined"
         if not warm:
             return "warming"
-        recent = [
-            past
-            for past in self._history
-            if past.grade is not None
-            and past.step >= step - self.policy.quick_steps
-            and past.alert != "warming"
-        ]
+        recent = self._since(step - self.policy.quick_steps)
         quickly = (
             bool(recent) and max(past.ratio for past in recent) - ratio >= self.policy.quick_fall
         )
@@ -182,11 +176,24 @@ class Grader:
         lost = max((past.grade or 0 for past in recent), default=grade) - grade
         if grade <= self.policy.danger_grade or lost >= self.policy.quick_grades:
             return "danger"
-        earlier = [
-            past.ratio for past in self._history if past.step <= step - self.policy.fall_steps
-        ]
-        falling = quickly or (bool(earlier) and earlier[-1] - ratio > self.policy.falling_margin)
+        before = self._before(step - self.policy.fall_steps)
+        lower = before is not None and before.ratio - ratio > self.policy.falling_margin
+        falling = quickly or lower
         return "watch, falling" if falling else "watch, stable"
+
+    def _since(self, step: int) -> list[Grade]:
+        """Grades from a step on that were defined and warm."""
+        found = []
+        for past in reversed(self._history):
+            if past.step < step:
+                break
+            if past.grade is not None and past.alert != "warming":
+                found.append(past)
+        return found
+
+    def _before(self, step: int) -> Grade | None:
+        """The latest grade up to a step."""
+        return next((past for past in reversed(self._history) if past.step <= step), None)
 
 
 _CALLED: Final = {
