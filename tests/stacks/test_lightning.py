@@ -28,6 +28,7 @@ from lightning_worker import QUIET, Documents, Module, Stream, expected, fit
 from auditor import AuditedSampler, Run
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.errors import RunClaimedError
+from auditor.record.exporters import JSONLines
 from auditor.record.frameworks.lightning import AuditCallback
 from auditor.record.recorder import Recorder
 
@@ -523,6 +524,8 @@ def test_run_that_somebody_records_is_refused_before_training(
 def test_every_must_be_positive() -> None:
     with pytest.raises(ValueError, match="every"):
         AuditCallback("run", every=0)
+    with pytest.raises(ValueError, match="on_alert: of a monitor, which every= asks for"):
+        AuditCallback("run", on_alert=print)
 
 
 def test_loader_in_the_trainers_hands_is_still_the_users(tmp_path: Path) -> None:
@@ -619,6 +622,7 @@ def test_monitor_grades_without_changing_training(tmp_path: Path) -> None:
         every=2,
         probe=probe,
         probe_loss=lambda module, probe: next_byte_loss(module.model, probe),
+        exporters=[JSONLines(tmp_path / "metrics.jsonl")],
     )
     audited, bare = trained([callback]), trained([])
     assert_equal(dict(audited.state_dict()), dict(bare.state_dict()))
@@ -633,6 +637,8 @@ def test_monitor_grades_without_changing_training(tmp_path: Path) -> None:
     kinds = by_signal["token_rank"].filter(pl.col("variant") == "raw")["kind"].value_counts()
     assert dict(kinds.iter_rows()) == {"live": 10, "probe": 10}  # 5 samples of 2 blocks
     assert by_signal["grad_norm"]["value"].drop_nulls().max() > 0.5  # before clipping
+    exported = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in exported if "auditor/loss" in line] == list(range(10))
 
 
 def test_model_without_blocks_is_recorded_and_not_graded(

@@ -35,6 +35,7 @@ from trainer_runs import (
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from auditor import Located, Run
+from auditor.record.exporters import JSONLines
 from auditor.record.frameworks.transformers import _Training, audited
 from auditor.record.recorder import recorder_for
 
@@ -433,7 +434,11 @@ def test_monitor_is_told_the_trainers_own_losses_norms_and_rates(tmp_path: Path)
     bare = trainer_of(tmp_path, Documents(), **options)
     bare.train()
     trainer = audited(
-        trainer_of(tmp_path, Documents(), **options), run=tmp_path / "run", every=3, probe=probe
+        trainer_of(tmp_path, Documents(), **options),
+        run=tmp_path / "run",
+        every=3,
+        probe=probe,
+        exporters=[JSONLines(tmp_path / "metrics.jsonl")],
     )
     trainer.train()
     assert_same_training(bare, trainer)
@@ -448,6 +453,8 @@ def test_monitor_is_told_the_trainers_own_losses_norms_and_rates(tmp_path: Path)
     assert probed["step"].to_list() == [0, 3, 6, 9]
     assert signals.filter(kind="live", signal="token_rank")["step"].n_unique() >= 3
     assert recorded(exposures(tmp_path / "run")) == trainer.received
+    exported = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in exported if "auditor/loss" in line] == sorted(logged)
 
 
 def locate(index: int, sample: dict[str, Any]) -> Located:
@@ -593,6 +600,8 @@ def test_mistakes_are_told_at_once(tmp_path: Path) -> None:
         audited(torch.nn.Linear(1, 1), run=tmp_path / "run")  # type: ignore[type-var]
     with pytest.raises(ValueError, match="every"):
         audited(trainer, run=tmp_path / "run", every=0)
+    with pytest.raises(ValueError, match="on_alert: of a monitor, which every= asks for"):
+        audited(trainer, run=tmp_path / "run", on_alert=print)
     without = Trainer(torch.nn.Linear(1, 1), args=trainer.args)
     with pytest.raises(ValueError, match="no transformer blocks"):
         audited(without, run=tmp_path / "run", every=2)

@@ -21,7 +21,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Final, TypeVar
 
@@ -102,9 +102,10 @@ class AuditCallback(Callback):
         locator: ``locator(index, sample) -> Located``, as of ``AuditedSampler``.
         columns: further columns of the samples to keep with the record, by name.
         duplication: whether to score how duplicated each sample is; or a folder of sketches.
+        monitor: further arguments of ``GradeMonitor``: ``policy``, ``on_alert``, ``exporters``, ...
 
     Raises:
-        ValueError: ``every`` is not positive.
+        ValueError: ``every`` is not positive, or not given though the monitor has arguments.
         RunClaimedError: by ``fit``, before it trains: another live process records this run and
             rank.
     """
@@ -119,14 +120,18 @@ class AuditCallback(Callback):
         locator: Locator | None = None,
         columns: Sequence[str] = (),
         duplication: bool | str | PathLike[str] = True,
+        **monitor: Any,
     ) -> None:
         super().__init__()
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1 step, got {every!r}")
+        if monitor and every is None:
+            raise ValueError(f"{', '.join(monitor)}: of a monitor, which every= asks for")
         self._run = run
         self._every = every
         self._probe = probe
         self._probe_loss = probe_loss
+        self._of_monitor = monitor
         self._of_loaders = {"locator": locator, "columns": columns, "duplication": duplication}
         self._fit: _Fit | None = None
 
@@ -146,7 +151,7 @@ class AuditCallback(Callback):
         if self._fit is not None:
             self._fit.train_start()
             if self._every is not None:
-                self._fit.monitor(self._every, self._probe, self._probe_loss)
+                self._fit.monitor(self._every, self._probe, self._probe_loss, self._of_monitor)
 
     @_guarded
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -440,7 +445,11 @@ class _Fit:
     # -- the monitor -----------------------------------------------------------------------
 
     def monitor(
-        self, every: int, probe: Any, probe_loss: Callable[[Any, Any], Tensor] | None
+        self,
+        every: int,
+        probe: Any,
+        probe_loss: Callable[[Any, Any], Tensor] | None,
+        options: Mapping[str, Any],
     ) -> None:
         module, trainer = self._module, self._trainer
         if probe is not None and not callable(probe):
@@ -458,6 +467,7 @@ class _Fit:
             every=every,
             probe=probe,
             probe_loss=loss_of_probe,
+            **options,
         )
 
     def end(self) -> None:

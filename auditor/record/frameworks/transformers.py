@@ -61,6 +61,7 @@ def audited(
     locator: Locator | None = None,
     columns: Sequence[str] = (),
     duplication: bool | str | PathLike[str] = True,
+    **monitor: Any,
 ) -> _TrainerT:
     """Let a ``Trainer`` record what it trains on, and, with ``every``, grade its model.
 
@@ -88,13 +89,14 @@ def audited(
             ``datasets.Dataset``, the sample has all columns.
         columns: further columns of the samples to keep with the record, by name.
         duplication: whether to score how duplicated each sample is; or a folder of sketches.
+        monitor: further arguments of ``GradeMonitor``: ``policy``, ``on_alert``, ``exporters``, ...
 
     Raises:
         RunClaimedError: another live process records this run and rank.
         RunError: ``duplication`` is a folder without sketches.
         TypeError: ``trainer`` is not a ``Trainer``.
-        ValueError: the trainer is audited already; ``every`` is not positive, or the model has no
-            transformer blocks to monitor.
+        ValueError: the trainer is audited already; ``every`` is not positive, or not given though
+            the monitor has arguments; the model has no transformer blocks to monitor.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
@@ -105,13 +107,15 @@ def audited(
     if every is not None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every!r}")
-        if model is not None and not find_blocks(eager(model)):
+        if model is not None and "sites" not in monitor and not find_blocks(eager(model)):
             raise ValueError(f"no transformer blocks found in {type(model).__name__}")
-    monitor = {"run": run, "every": every, "probe": probe, "probe_loss": probe_loss}
+    elif monitor:
+        raise ValueError(f"{', '.join(monitor)}: of a monitor, which every= asks for")
+    options = {"run": run, "every": every, "probe": probe, "probe_loss": probe_loss, **monitor}
     audit = _Audit(
         trainer,
         run,
-        monitor=None if every is None else monitor,
+        monitor=None if every is None else options,
         locator=locator,
         columns=columns,
         duplication=duplication,
