@@ -43,6 +43,9 @@ EXPORTERS_CLOSE_S: Final = 10.0
 KEPT: Final = 4096
 """Checkpoints, and learning rates of the latest steps, that a recovery plan knows."""
 
+HISTORY: Final = 100_000
+"""Grades and alerts kept in memory, at least."""
+
 ALERTS_KEPT: Final = 64
 """Alerts that wait for the training thread at most."""
 
@@ -92,7 +95,7 @@ class GradeMonitor:
         exporters: where signals are sent as well, by rank 0; see :mod:`auditor.record.exporters`.
 
     ``grade`` is the latest grade, computed on the recorder's thread a moment after its step;
-    ``grades`` all of this process, ``alerts`` all alerts. ``should_stop`` is set by an action that
+    ``grades`` and ``alerts`` are those of this process, the latest 100,000 at least. ``should_stop`` is set by an action that
     wants training to end; nothing here ever ends it.
 
     Raises:
@@ -400,7 +403,7 @@ class GradeMonitor:
             value = np.nan if grade.grade is None else grade.grade
             row = {"kind": self._graded, "signal": "grade", "layer": grade.layer, "value": value}
             rows.append(row)
-            self.grades.append(grade)
+            _append(self.grades, grade)
         self._recorder.append_signals(step, rows)
         self._exporting.send(step, metrics_of(rows))
         if extra_s is not None:
@@ -415,7 +418,7 @@ class GradeMonitor:
             self._schedule.suspect(step)
         for alert in judgement.alerts:
             log.warning("auditor: %s", alert.message)
-            self.alerts.append(alert)
+            _append(self.alerts, alert)
             self._new_alerts.append(alert)
         over = self._schedule.n_over_budget
         if over and not self._recorder.counts["samples_over_budget"]:
@@ -450,6 +453,13 @@ class GradeMonitor:
                 self._exporting.send(steps[i], point)
 
         self._recorder.submit(write, what="scalars")
+
+
+def _append(kept: list[Any], one: Any) -> None:
+    """To a list that is read while it grows, and does not grow for ever."""
+    kept.append(one)
+    if len(kept) >= 2 * HISTORY:
+        del kept[:HISTORY]
 
 
 def _scalar(value: Tensor | float) -> Tensor | float:
