@@ -62,6 +62,12 @@ class Captured:
     attention: dict[int, Tensor] = field(default_factory=dict)  # [len(ATTENTION), H]
 
     @property
+    def n_bytes(self) -> int:
+        """Memory of the tensors."""
+        parts = (self.positions, self.samples, self.values, self.attention)
+        return sum(tensor.nbytes for part in parts for tensor in part.values())
+
+    @property
     def full(self) -> bool:
         """Whether another forward would add nothing."""
         enough = (

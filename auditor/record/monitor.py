@@ -46,6 +46,9 @@ KEPT: Final = 4096
 HISTORY: Final = 100_000
 """Grades and alerts kept in memory, at least."""
 
+WAITING_BYTES: Final = 512 * 2**20
+"""Activations of samples that wait to be analysed, at most; one sample always may."""
+
 ALERTS_KEPT: Final = 64
 """Alerts that wait for the training thread at most."""
 
@@ -95,8 +98,8 @@ class GradeMonitor:
         exporters: where signals are sent as well, by rank 0; see :mod:`auditor.record.exporters`.
 
     ``grade`` is the latest grade, computed on the recorder's thread a moment after its step;
-    ``grades`` and ``alerts`` are those of this process, the latest 100,000 at least. ``should_stop`` is set by an action that
-    wants training to end; nothing here ever ends it.
+    ``grades`` and ``alerts`` are those of this process, the latest 100,000 at least.
+    ``should_stop`` is set by an action that wants training to end; nothing here ever ends it.
 
     Raises:
         ValueError: ``every`` or ``budget`` is out of range, the model has no transformer blocks, or
@@ -145,6 +148,8 @@ class GradeMonitor:
         self._live = LiveForward(model, self.sites, self._failed)
         self._scalars: list[_Scalars] = []
         self._last_step: int | None = None
+        # Two counters, each written by one thread only, instead of a lock.
+        self._bytes_sent = self._bytes_analysed = 0
         self._checkpoints: collections.deque[Checkpoint] = collections.deque(maxlen=KEPT)
         self._rates: collections.deque[tuple[int, float]] = collections.deque(maxlen=KEPT)
         self.grades: list[Grade] = []
@@ -253,6 +258,7 @@ class GradeMonitor:
         try:
             if self._recorder.closed:  # by the sampler's close(): training goes on, so do we
                 self._recorder = recorder_for(self._run)
+                self._bytes_sent = self._bytes_analysed  # what it did not get to is lost
                 self._note()
             self._step(loss, optimizer, step, grad_norm, sample_loss)
         except Exception as error:
@@ -342,9 +348,23 @@ class GradeMonitor:
                 probe_loss,
                 time.perf_counter() - began if extra else None,
             )
-            self._recorder.submit(work, what="samples")
+            self._submit(work, sum(one.n_bytes for one in (live, seen) if one is not None))
         except Exception as error:  # the gradient norm that follows may be a collective
             self._failed("a sample", error)
+
+    def _submit(self, work: Callable[[int], None], n_bytes: int) -> None:
+        """Leave a sample to the recorder's thread, unless that is too far behind."""
+        waiting = self._bytes_sent - self._bytes_analysed
+        if waiting and waiting + n_bytes > WAITING_BYTES:
+            counts = self._recorder.counts
+            counts["dropped_samples"] += 1
+            if counts["dropped_samples"] == 1:
+                log.warning(
+                    "auditor: samples come faster than they are analysed; some are dropped and "
+                    "counted. Raise every="
+                )
+        elif self._recorder.submit(functools.partial(work, n_bytes), what="samples"):
+            self._bytes_sent += n_bytes
 
     def _act(self) -> None:
         """Call the actions for alerts that became known since the last step."""
@@ -385,7 +405,9 @@ class GradeMonitor:
         probe: Mapping[str, Any] | None,
         probe_loss: Tensor | None,
         extra_s: float | None,
+        n_bytes: int,
     ) -> None:
+        self._bytes_analysed += n_bytes
         began = time.thread_time()
         rows: list[dict[str, Any]] = []
         warm = self._judge.is_warm(step)

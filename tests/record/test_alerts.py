@@ -190,3 +190,27 @@ def test_learning_rate_that_is_a_tensor_is_recorded_as_it_was_at_the_step(tmp_pa
     monitor.close()
     rates = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "lr").collect()
     assert rates.sort("step")["value"].to_list() == [0.5, 0.25, 0.125]
+
+
+def test_samples_that_come_too_fast_are_dropped_and_counted_and_memory_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1)
+    monkeypatch.setattr("auditor.record.monitor.WAITING_BYTES", 200_000)
+    slow = threading.Event()
+    judge = monitor._judge.update
+    monkeypatch.setattr(
+        monitor._judge, "update", lambda *of_step: (slow.wait(30), judge(*of_step))[1]
+    )
+    for step in range(20):
+        loss = next_byte_loss(model, windows(2, seed=step))
+        loss.backward()
+        monitor.step(loss)
+    assert monitor._bytes_sent - monitor._bytes_analysed <= 200_000
+    slow.set()
+    monitor.close()
+    assert 1 <= len(monitor.grades) < 20
+    assert any("dropped samples" in gap for gap in Run.open(tmp_path / "run").gaps())
+    losses = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "loss").collect()
+    assert len(losses) == 20
