@@ -91,14 +91,27 @@ class Attempt:
     def _path(self) -> Path:
         return rank_folder(self.run, "attempts", self.rank) / f"attempt-{self.number:04d}.json"
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the attempt's file is still where it was made; True where that cannot be told."""
+        try:
+            self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return True
+
     def ledger(self, table: str) -> Path:
         return ledger_path(self.run, table, self.rank, self.number)
 
     def note(self, **facts: Any) -> None:
-        """Add facts to the attempt's file."""
+        """Add facts to the attempt's file; not where the run was deleted since it was opened."""
         with self._lock:  # the training thread and the recorder's both note
+            is_new = not self.facts
             self.facts.update(facts)
-            write_json(self._path, self.facts)
+            if is_new or self.is_there:
+                write_json(self._path, self.facts)
 
     def heartbeat(self) -> None:
         write_json(_claim_path(self.run, self.rank), _claim())

@@ -111,5 +111,9 @@ class Background:
         try:
             return self._idle(empty)
         except Exception as error:
-            self._failed(lambda: None, error)
+            self._failed(_idling, error)
             return False
+
+
+def _idling() -> None:
+    """The task that ``idle`` is reported as."""

@@ -6,6 +6,7 @@ import array
 import contextlib
 import functools
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -29,6 +30,7 @@ from auditor.schema import (
 
 PREVIEW_CHARS: Final = 160
 PREVIEW_TOKENS: Final = 24
+_ERROR_CHARS: Final = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class Located:
 Locator = Callable[[Any, Any], Located | Sequence[Located]]
 """Called with a sample's dataset index (None for iterable datasets) and the raw sample.
 
-Returns where it comes from; for a row that packs several documents, a list, one for each.
+Returns where it comes from; for a row that packs several documents, a list, one for each. Where it
+raises, or returns something else, the sample is told by its index and its columns.
 """
 
 
@@ -74,12 +77,21 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Unlocated:
+    """Samples that the locator did not locate: how many, and what happened at the first."""
+
+    n: int
+    first: str
+
+
+@dataclass(frozen=True)
 class Described:
     """The samples of one batch, column by column, each of length n.
 
     ``keys`` i64: a dataset index with the dataset's number, else a hash. ``contents``: texts,
     bytes, arrays of token ids, None; or one i64 array [n, T]. ``parts``: where rows pack several
-    samples; None: one sample a row, in order. A column that no sample has is None.
+    samples; None: one sample a row, in order. ``unlocated``: samples that the locator failed on. A
+    column that no sample has is None.
     """
 
     keys: np.ndarray
@@ -91,6 +103,7 @@ class Described:
     n_tokens: Sequence[int | None] | np.ndarray | None = None
     columns: Sequence[str | None] | None = None
     parts: Parts | None = None
+    unlocated: Unlocated | None = None
 
 
 def describe(
@@ -104,9 +117,10 @@ def describe(
 ) -> Described:
     """Locate the samples of a batch by the locator where given, then by their columns.
 
-    The key of a map-style sample is its index; else the hash of its id, else of its content.
-    ``columns`` names further columns to keep, as JSON. ``table`` knows the columns that the samples
-    do not show; it is asked for samples as they are written, once each.
+    A sample that the locator fails on is told by its columns. The key of a map-style sample is its
+    index; else the hash of its id, else of its content. ``columns`` names further columns to
+    keep, as JSON. ``table`` knows the columns that the samples do not show; it is asked for samples
+    as they are written, once each.
 
     Raises:
         IdentityError: a sample has neither index, nor id, nor content.
@@ -364,6 +378,7 @@ def _one_by_one(
     by_index = _index_keys(indices, dataset)
     keys, located, positions = [], [], []
     any_packed = False
+    n_unlocated, first_error = 0, ""
     for position, sample in enumerate(samples):
         found = _from_columns(sample)
         if table is not None:
@@ -371,12 +386,17 @@ def _one_by_one(
             found = replace(hidden, **{k: v for k, v in vars(found).items() if v is not None})
         given: Any = None
         if locator is not None:
-            given = locator(None if indices is None else indices[position], sample)
+            index = None if indices is None else indices[position]
+            try:
+                given = _checked(locator(index, sample))
+            except Exception as error:
+                n_unlocated += 1
+                first_error = first_error or _told(index, error)
         packed = isinstance(given, Sequence)
         any_packed = any_packed or packed
         for part in given if packed else (given,):
             one = found
-            if locator is not None:
+            if part is not None:
                 kept = Located() if packed else found  # the row's content is not its documents'
                 one = replace(kept, **{k: v for k, v in vars(part).items() if v is not None})
             if by_index is not None and not packed:
@@ -402,7 +422,22 @@ def _one_by_one(
         n_tokens=n_tokens,
         columns=None if further is None else [further[position] for position in positions],
         parts=parts,
+        unlocated=Unlocated(n_unlocated, first_error) if n_unlocated else None,
     )
+
+
+def _checked(given: Any) -> Located | Sequence[Located]:
+    """What a locator returned, where it is what a locator has to return."""
+    parts = given if isinstance(given, Sequence) else [given]
+    if all(isinstance(part, Located) for part in parts):
+        located: Located | Sequence[Located] = given
+        return located
+    raise TypeError(f"it returned {reprlib.repr(given)}, which is neither Located nor a list of it")
+
+
+def _told(index: Any, error: Exception) -> str:
+    what = str(error) if isinstance(error, IdentityError) else repr(error)
+    return f"sample {reprlib.repr(index)}: {what[:_ERROR_CHARS]}"
 
 
 def _further(sample: Any, names: Sequence[str], row: Origin | None) -> str | None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from auditor.attempt import Attempt, ledger_path, open_attempt
-from auditor.errors import AuditorError, IdentityError
+from auditor.errors import AuditorError, IdentityError, RunError
 from auditor.files import sha256
 from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
 from auditor.measure.agreement import similarity
@@ -35,6 +35,7 @@ from auditor.record.background import QUEUE_TASKS, Background, Task
 from auditor.record.datasets import shards_of
 from auditor.record.duplication import DuplicationScorer, Scores
 from auditor.record.exposures import ExposureBuffer
+from auditor.record.identity import Unlocated
 from auditor.record.samples import SampleLedger
 from auditor.record.steps import OptimizerWatch, inner_optimizer
 from auditor.record.tagging import Describer, RawTag, SentTag, Tag
@@ -56,6 +57,9 @@ killed process loses at most."""
 SYNC_S: Final = 2.0
 """How often what was written is forced to the disk: what a machine that dies loses at most."""
 
+HEARTBEAT_S: Final = 10.0
+"""How often the claim of the run says that its holder lives."""
+
 CLOSE_S: Final = 30.0
 """How long closing waits for the background thread before it gives the rest up."""
 
@@ -65,6 +69,10 @@ PENDING_BATCHES: Final = 65_536
 HASHED_SHARDS_BYTES: Final = 2**30
 """Shards are hashed in the background when together they are no larger than this."""
 
+_UNLOCATED: Final = "samples_that_the_locator_failed_on"
+_OTHER_ROWS: Final = "batches_with_more_or_fewer_rows_than_samples"
+"""Counts, that readers print with blanks."""
+
 _NO_STEPS: Final = np.zeros(0, np.int64)
 
 _open: dict[tuple[str, int], Recorder] = {}
@@ -73,11 +81,15 @@ _open: dict[tuple[str, int], Recorder] = {}
 def recorder_for(run: str | os.PathLike[str]) -> Recorder:
     """The open recorder of this run path and rank in this process, opened on first use.
 
+    One whose run was deleted meanwhile is closed, and another opened.
+
     Raises what :func:`auditor.attempt.open_attempt` raises.
     """
     rank, world_size = rank_and_world()
     path = Path(run).absolute()
     key = (str(path), rank)
+    if key in _open and _open[key].has_lost_its_run():
+        _open[key].close()
     if key not in _open:
         _open[key] = Recorder(open_attempt(path, rank=rank, world_size=world_size))
     return _open[key]
@@ -122,6 +134,8 @@ class Recorder:
         self._process = os.getpid()
         # Two counters, each written by one thread only, instead of a lock.
         self._bytes_in = self._bytes_out = 0
+        self._deleted = False  # the run's files, while they were written
+        self._lost = False  # something, since drain() was last asked
         self._background = Background(self._idle, self._task_failed)
         # What follows belongs to the background thread.
         self._ledgers: dict[str, LedgerWriter] = {}
@@ -185,7 +199,8 @@ class Recorder:
         alone = self._bytes_in - self._bytes_out + n_bytes > QUEUE_BYTES
         if alone:
             self.counts["batches_without_content"] += 1
-            tag, n_bytes = RawTag((), tag.indices), 0
+            rows, tag, n_bytes = tag.other_rows, RawTag((), tag.indices), 0
+            tag.other_rows = rows
         write = functools.partial(self._write_raw, batch, tag, describer, state, n_bytes, alone)
         if self.submit(write, what="batches"):
             self._bytes_in += n_bytes
@@ -340,19 +355,33 @@ class Recorder:
             )
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until what was submitted so far is on disk; False when it took too long."""
-        done = threading.Event()
-        submitted = self.submit(functools.partial(self._draining.append, done), what="drains")
-        self._background.hurry()
-        return submitted and done.wait(timeout_s)
+        """Wait until what was submitted so far is on disk.
+
+        False when it took too long, when something could not be written since the last call, or
+        when the run was deleted. Of a closed recorder: whether its end is on disk.
+        """
+        if not self.closed:
+            done = threading.Event()
+            submitted = self.submit(functools.partial(self._draining.append, done), what="drains")
+            self._background.hurry()
+            if not (submitted and done.wait(timeout_s)):
+                return False
+        lost, self._lost = self._lost, False
+        return not (lost or self._deleted)
+
+    def has_lost_its_run(self) -> bool:
+        """Whether the run was deleted since it was opened; in a forked child the parent knows."""
+        return os.getpid() == self._process and not self.attempt.is_there
 
     def close(self) -> None:
         """Write what is waiting, note how the attempt ended, give the claim back. Idempotent.
 
-        In a forked child there is nothing to close: run and claim are the parent's.
+        In a forked child there is nothing to close: run and claim are the parent's. Of a run that
+        was deleted nothing is written.
         """
         if self.closed or os.getpid() != self._process:
             return
+        self._notice_deletion()
         self._call(self.on_close)
         finished = self._background.stop(CLOSE_S)
         self._call(self.on_stopped)
@@ -361,21 +390,24 @@ class Recorder:
             watch.remove()
         atexit.unregister(self.close)
         _open.pop((str(self.attempt.run), self.attempt.rank), None)
-        try:
-            if finished:
-                self._flush()
-                self._samples.close()
-                for ledger in self._ledgers.values():
-                    ledger.close()
-            self.attempt.close(
-                n_batches=self._n_batches,
-                n_pending=len(self._pending),
-                counts=dict(self.counts),
-                failures=dict(self.failures),
-                complete=finished,
-            )
-        except OSError as error:
-            self.failed("closing", error)
+        self._lost |= not finished
+        if finished:
+            self._flush()
+            self._writing(self._samples.close)
+            for ledger in self._ledgers.values():
+                self._writing(ledger.close)
+        self._notice_deletion()
+        if not self._deleted:
+            self._writing(functools.partial(self._close_attempt, finished))
+
+    def _close_attempt(self, finished: bool) -> None:
+        self.attempt.close(
+            n_batches=self._n_batches,
+            n_pending=len(self._pending),
+            counts=dict(self.counts),
+            failures=dict(self.failures),
+            complete=finished,
+        )
 
     def _call(self, hooks: Sequence[Callable[[], None]]) -> None:
         for hook in hooks:
@@ -389,19 +421,22 @@ class Recorder:
     def _idle(self, empty: bool) -> bool:
         """Between tasks: score one batch when no facts wait, write and sync what is due."""
         if empty and self._to_score:
-            self._to_score.popleft()()
+            try:
+                self._to_score.popleft()()
+            except Exception as error:
+                self.failed("scoring duplication", error)
         drained = empty and not self._to_score and self._draining
         now = time.monotonic()
         if self._exposures.full or drained or now - self._flushed >= FLUSH_S:
             self._flush()
         if now - self._synced >= SYNC_S:
             self._synced = now
-            self._samples.sync()
-            for ledger in self._ledgers.values():
-                ledger.sync()
-        if now - self._beat >= 10.0:
+            self._writing(self._sync)
+        if now - self._beat >= HEARTBEAT_S:
             self._beat = now
-            self.attempt.heartbeat()
+            self._notice_deletion()
+            if not self._deleted:
+                self._writing(self.attempt.heartbeat)
         if drained:
             done, self._draining[:] = list(self._draining), []
             for event in done:
@@ -410,14 +445,50 @@ class Recorder:
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
+        self._notice_deletion()
         for frame in self._exposures.take():
             self._append("exposures", frame)
-        self._samples.flush()
+        if self._deleted:
+            self._samples.drop()
+        else:
+            self._writing(self._samples.flush)
+
+    def _sync(self) -> None:
+        self._samples.sync()
+        for ledger in self._ledgers.values():
+            ledger.sync()
 
     def _append(self, table: str, frame: Frame) -> None:
+        if table not in self._ledgers:  # a deleted run's folders would be made again
+            self._notice_deletion()
+        if not self._deleted:
+            self._writing(functools.partial(self._append_to, table, frame))
+
+    def _append_to(self, table: str, frame: Frame) -> None:
         if table not in self._ledgers:
             self._ledgers[table] = LedgerWriter(self.attempt.ledger(table))
         self._ledgers[table].append(frame)
+
+    def _writing(self, write: Callable[[], None]) -> None:
+        """What the disk refuses is lost; whoever asks by ``drain`` is told."""
+        try:
+            write()
+        except OSError as error:
+            self._lost = True
+            self.failed("writing", error)
+
+    def _notice_deletion(self) -> None:
+        """Somebody may delete the run while it is recorded: what is written then is in no file."""
+        if not self._deleted and not self.attempt.is_there:
+            self._deleted = True
+            self.failed(
+                "writing",
+                RunError(
+                    "the run was deleted; nothing is recorded from now on",
+                    path=self.attempt.run,
+                    remedy="Make a new AuditedSampler, which begins a new run",
+                ),
+            )
 
     def _task_failed(self, task: Task, error: Exception) -> None:
         name = str(getattr(getattr(task, "func", task), "__name__", "recording")).strip("_")
@@ -457,6 +528,8 @@ class Recorder:
         if tag.failure is not None:
             raise IdentityError(tag.failure)
         self._exposures.add_batch(batch, state, tag.keys, tag.parts)
+        rows = tag.other_rows if tag.parts is None else None
+        self._note_doubts(len(tag.keys), tag.unlocated, rows)
         if state != "skipped" and tag.sketches is not None:
             sketches = tag.sketches
             self._score_later(batch, tag.keys, lambda: sketches, 0)
@@ -471,12 +544,36 @@ class Recorder:
         except Exception:
             self._bytes_out += n_bytes
             raise
+        rows = raw.other_rows if described.parts is None else None
+        self._note_doubts(len(described.keys), described.unlocated, rows)
         self._samples.note(described)
         if describer.sketching and state != "skipped" and not alone:
             sketch = functools.partial(describer.sketches, described)
             self._score_later(batch, described.keys, sketch, n_bytes)
         else:
             self._bytes_out += n_bytes
+
+    def _note_doubts(self, n: int, unlocated: Unlocated | None, rows: int | None) -> None:
+        """Count, and say once, what may keep the record of ``n`` samples from being the truth."""
+        if unlocated is not None:
+            if not self.counts[_UNLOCATED]:
+                log.warning(
+                    "auditor: the locator failed, which is counted from now on: such samples are "
+                    "told by their index and columns: %s",
+                    unlocated.first,
+                )
+            self.counts[_UNLOCATED] += unlocated.n
+        if rows is not None:
+            if not self.counts[_OTHER_ROWS]:
+                log.warning(
+                    "auditor: the collate function made %d rows of %d samples: all %d are recorded "
+                    "as consumed. That is right where it packs samples into rows, and wrong where "
+                    "it drops or repeats some. Such batches are counted from now on",
+                    rows,
+                    n,
+                    n,
+                )
+            self.counts[_OTHER_ROWS] += 1
 
     def _score_later(
         self, batch: int, keys: np.ndarray, sketches: Callable[[], np.ndarray], n_bytes: int

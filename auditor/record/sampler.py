@@ -253,8 +253,12 @@ class AuditedSampler:
             self._recorder.close()
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until all that was recorded so far is on disk; False when it took too long."""
-        return self._open().drain(timeout_s)
+        """Wait until all that was recorded so far is on disk.
+
+        False when it took too long, when something could not be written since the last call, or
+        when the run was deleted.
+        """
+        return True if self._recorder is None else self._recorder.drain(timeout_s)
 
     def _is_skipped(self, ordinal: int, tag: Tag | SentTag | RawTag) -> bool:
         if ordinal in self._skip:

@@ -107,6 +107,10 @@ class SampleLedger:
             )
         )
 
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._waiting = []
+
     def sync(self) -> None:
         if self._writer is not None:
             self._writer.sync()

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from auditor.errors import IdentityError
 from auditor.measure.compact import WORDS, compact
 from auditor.record.batches import Columns, Rows, n_rows
 from auditor.record.datasets import Numbered, NumberedStream, is_streaming, origins_of
-from auditor.record.identity import Described, Locator, Parts, describe, keys_alone
+from auditor.record.identity import Described, Locator, Parts, Unlocated, describe, keys_alone
 from auditor.record.lookup import Lookup
 from auditor.record.samples import SampleLedger
 from auditor.record.transfer import to_host
@@ -37,7 +37,9 @@ class Tag:
 
     ``sketches``: i64 [n, WORDS] made in a loader worker, or None. ``parts``: as in
     :class:`Described`. ``unwanted``: a sample of the batch was to be left out. ``failure``: why the
-    samples cannot be told; an exception in a worker would cost the loop its batch.
+    samples cannot be told; an exception in a worker would cost the loop its batch. ``unlocated``:
+    samples that the locator failed on. ``other_rows``: rows of the batch, where they are not as
+    many as its samples.
     """
 
     keys: np.ndarray
@@ -45,6 +47,8 @@ class Tag:
     parts: Parts | None = None
     unwanted: bool = False
     failure: str | None = None
+    unlocated: Unlocated | None = None
+    other_rows: int | None = None
 
     def tag(self) -> Tag:
         return self
@@ -59,6 +63,9 @@ class Tag:
 
 class RawTag:
     """The samples of one batch as the dataset returned them, to be described on another thread."""
+
+    other_rows: int | None = None
+    """As of :class:`Tag`."""
 
     def __init__(self, samples: Sequence[Any] | Columns, indices: Sequence[Any] | None) -> None:
         self.samples = samples
@@ -177,6 +184,7 @@ class Describer:
                 self.sketches(described) if sketching else None,
                 described.parts,
                 self.is_unwanted(described),
+                unlocated=described.unlocated,
             )
         except Exception as error:
             return Tag.of_failure(error)
@@ -277,7 +285,7 @@ class TaggingCollate:
         if get_worker_info() is not None:
             # The tag first: a collate function may change what it is given.
             described = self.describer.tag(self._raw(samples, indices))
-            return self._attach(self._collate(samples), described)
+            return self._collated(samples, described)
         if self._batched and self._collate is default_collate:
             batch = self._collate(samples)
             columns = self.describer.columns_of(batch, len(samples))
@@ -286,7 +294,15 @@ class TaggingCollate:
         tag = self._raw(samples, indices)
         if self._batched:  # described later, so from samples that collating cannot change
             tag = RawTag([_own(sample) for sample in samples], indices)
-        return self._attach(self._collate(samples), tag)
+        return self._collated(samples, tag)
+
+    def _collated(self, samples: Any, tag: Tag | RawTag) -> Any:
+        if not self._batched or self._collate is default_collate:
+            return self._attach(self._collate(samples), tag)
+        n = len(samples)
+        batch = self._collate(samples)
+        tag.other_rows = other_rows(batch, n)
+        return self._attach(batch, tag)
 
     def _raw(self, samples: Any, indices: list[Any] | None) -> RawTag:
         if self._batched:
@@ -344,6 +360,45 @@ def _n_samples(batch: Any) -> int:
     if isinstance(batch, Mapping):
         return max((n_rows(values) for values in batch.values()), default=0)
     return n_rows(batch[0]) if isinstance(batch, tuple | list) and batch else n_rows(batch)
+
+
+def other_rows(batch: Any, n: int) -> int | None:
+    """Rows of a collated batch where they are not ``n``; None where they are, or cannot be told.
+
+    They are ``n`` where any of its columns, however deep, is so long.
+    """
+    found: list[int] = []
+    try:
+        return None if _is_as_long(batch, n, found) or not found else found[0]
+    except Exception:  # a batch of a class of its own
+        return None
+
+
+_ARRAYS: Final = (torch.Tensor, np.ndarray)
+_SCALARS: Final = (str, bytes, int, float)
+_COLUMNS: Final = 8
+"""Members of a list that are looked into: this may run on the training thread."""
+
+
+def _is_as_long(batch: Any, n: int, found: list[int]) -> bool:
+    """Whether a column in here is ``n`` long; the lengths of those met go into ``found``."""
+    if isinstance(batch, _ARRAYS):
+        if batch.ndim:
+            found.append(len(batch))
+            return found[-1] == n
+    elif isinstance(batch, Mapping):
+        return any(_is_as_long(one, n, found) for one in batch.values())
+    elif isinstance(batch, list | tuple):
+        if len(batch) == n:
+            return True
+        first, last = (batch[0], batch[-1]) if batch else (None, None)
+        if isinstance(first, _SCALARS) and isinstance(last, _SCALARS):
+            found.append(len(batch))
+            return False
+        if isinstance(first, Mapping) or (isinstance(batch, list) and isinstance(first, list)):
+            found.append(len(batch))
+        return any(_is_as_long(one, n, found) for one in batch[:_COLUMNS])
+    return False
 
 
 def tagging_copy(

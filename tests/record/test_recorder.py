@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -117,6 +119,10 @@ def test_run_of_a_killed_process_is_readable_up_to_the_last_moments(tmp_path: Pa
     assert table["key"].to_list() == list(range(len(steps) * 4))
 
 
+def broken_sketches(described: Any) -> Any:
+    raise RuntimeError("a bug of ours")
+
+
 def broken_locator(index: Any, sample: Any) -> Located:
     raise RuntimeError("a bug in the locator")
 
@@ -124,16 +130,60 @@ def broken_locator(index: Any, sample: Any) -> Located:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_failure_of_ours_never_reaches_the_loop(workers: int, tmp_path: Path, caplog: Any) -> None:
     loader = AuditedSampler(
-        DataLoader(Documents(), batch_size=8, num_workers=workers, timeout=30 if workers else 0),
+        DataLoader(
+            Documents(), batch_size=8, num_workers=workers, collate_fn=list,
+            timeout=30 if workers else 0,
+        ),
         run=tmp_path / "run",
-        locator=broken_locator,
-    )
+    )  # fmt: skip
+    loader._describer.sketches = broken_sketches  # type: ignore[method-assign]
     assert len(list(loader)) == 9
     loader.close()
-    assert len([one for one in caplog.records if "a bug in the locator" in one.getMessage()]) == 1
+    assert len([one for one in caplog.records if "a bug of ours" in one.getMessage()]) == 1
     attempt = json.loads((tmp_path / "run/attempts/rank-00000/attempt-0000.json").read_text())
     assert sum(attempt["failures"].values()) == 9
     assert Run.open(tmp_path / "run").gaps()
+
+
+def no_locator(index: Any, sample: Any) -> None:
+    return None
+
+
+def foreign_locator(index: Any, sample: Any) -> Any:
+    """Right but for every third sample."""
+    return {"sample_id": "x"} if index % 3 == 0 else Located(source="located")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("locator", "n_failed", "words"),
+    [
+        (broken_locator, 70, "a bug in the locator"),
+        (no_locator, 70, "returned None"),
+        (foreign_locator, 24, "sample_id"),
+    ],
+)
+def test_samples_that_the_locator_fails_on_are_told_by_index_and_columns(
+    locator: Any, n_failed: int, words: str, workers: int, tmp_path: Path, caplog: Any
+) -> None:
+    loader = AuditedSampler(
+        DataLoader(Documents(), batch_size=8, num_workers=workers),
+        run=tmp_path / "run",
+        locator=locator,
+    )
+    assert len(list(loader)) == 9
+    loader.close()
+    table = exposures(tmp_path / "run")
+    assert table["key"].to_list() == list(range(70))
+    assert table["sample_id"].to_list() == [f"doc-{i}" for i in range(70)]
+    located = ["located"] * 2 if locator is foreign_locator else []
+    assert table["source"].to_list()[:3] == ["a", *(located or "ba")]
+    (told,) = [one.getMessage() for one in caplog.records if "locator" in one.getMessage()]
+    assert "sample 0" in told
+    assert words in told
+    assert Run.open(tmp_path / "run").gaps() == [
+        f"attempt 0, rank 0: {n_failed} samples that the locator failed on"
+    ]
 
 
 def test_two_datasets_and_two_attempts_do_not_mix_up_their_samples(tmp_path: Path) -> None:
@@ -315,3 +365,73 @@ def test_shards_of_the_dataset_are_noted_with_their_hash(tmp_path: Path) -> None
     (noted,) = Run.open(tmp_path / "run").shards
     expected = hashlib.sha256(shard.read_bytes()).hexdigest()
     assert noted == {"path": str(shard), "bytes": 14, "sha256": expected}
+
+
+def test_run_that_is_deleted_while_it_is_recorded_is_noticed_and_stays_deleted(
+    tmp_path: Path, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("auditor.record.recorder.SYNC_S", 0.01)
+    monkeypatch.setattr("auditor.record.recorder.HEARTBEAT_S", 0.01)
+    run = tmp_path / "run"
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=8), run=run)
+    batches = iter(loader)
+    next(batches)
+    assert loader.flush()
+    shutil.rmtree(run)
+    next(batches)
+    assert not loader.flush()
+    for _ in batches:
+        time.sleep(0.02)
+    assert not loader.flush()
+    loader.close()
+    assert not loader.flush()
+    assert not run.exists()
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert "deleted" in told
+    assert str(run) in told
+
+
+def test_new_sampler_on_a_deleted_run_records_a_new_run(tmp_path: Path) -> None:
+    """As a notebook does, whose first sampler was never closed."""
+    run = tmp_path / "run"
+    first = AuditedSampler(DataLoader(Documents(), batch_size=8), run=run)
+    list(first)
+    shutil.rmtree(run)
+    second = AuditedSampler(DataLoader(Documents(16), batch_size=8), run=run)
+    list(second)
+    assert second.flush()
+    second.close()
+    assert exposures(run)["key"].to_list() == list(range(16))
+    assert [one["attempt"] for one in Run.open(run).attempts] == [0]
+    assert Run.open(run).gaps() == []
+    first.close()
+    assert exposures(run).height == 16
+
+
+def test_flush_tells_what_the_disk_refused_since_it_was_last_asked(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=10), run=tmp_path / "run")
+    full = False
+    write = os.write
+
+    def refuse(*arguments: Any) -> int:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr("auditor.ledger.os.write", refuse)
+    batches = iter(loader)
+    next(batches)
+    assert loader.flush()
+    full = True
+    next(batches)
+    assert not loader.flush()
+    full = False
+    next(batches)
+    assert loader.flush()
+    loader.close()
+    assert loader.flush()
+    assert exposures(tmp_path / "run")["batch"].unique().sort().to_list() == [0, 2]
+    assert any("writing failed" in gap for gap in Run.open(tmp_path / "run").gaps())
+    assert len([one for one in caplog.records if "No space" in one.getMessage()]) == 1

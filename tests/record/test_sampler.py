@@ -537,3 +537,52 @@ def test_ids_alone_are_recorded_without_scores_and_in_fewer_bytes(
     assert table["duplication"].null_count() == table["dup_run"].null_count() == N
     identity = ["sample_id", "source", "n_tokens", "batch", "position", "state"]
     assert table.select(identity).equals(exposures(tmp_path / "True").select(identity))
+
+
+def first_four(samples: list[dict[str, Any]]) -> Any:
+    return default_collate(samples[:4])
+
+
+def twice(samples: list[dict[str, Any]]) -> Any:
+    return [*samples, *samples]
+
+
+def packed_in_pairs(samples: list[dict[str, Any]]) -> Any:
+    """Ten documents in five rows."""
+    tokens = torch.stack([one["input_ids"] for one in samples])
+    return tokens.reshape(len(samples) // 2, -1), torch.ones(len(samples) // 2, 96)
+
+
+def deep_inside(samples: list[dict[str, Any]]) -> Any:
+    return [{"nested": (torch.zeros(3), [one["input_ids"] for one in samples])}]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("collate", "rows"), [(first_four, 4), (twice, 20), (packed_in_pairs, 5)])
+def test_batches_of_other_length_than_their_samples_are_counted_and_told_once(
+    collate: Any, rows: int, workers: int, tmp_path: Path, caplog: Any
+) -> None:
+    loader = AuditedSampler(
+        DataLoader(Documents(), batch_size=10, num_workers=workers, collate_fn=collate),
+        run=tmp_path / "run",
+    )
+    assert len(list(loader)) == 7
+    loader.close()
+    (told,) = [one.getMessage() for one in caplog.records if "collate" in one.getMessage()]
+    assert f"{rows} rows of 10 samples" in told
+    assert Run.open(tmp_path / "run").gaps() == [
+        "attempt 0, rank 0: 7 batches with more or fewer rows than samples"
+    ]
+    assert exposures(tmp_path / "run").height == N
+
+
+@pytest.mark.parametrize(
+    "collate", [list, own_collate, deep_inside, lambda samples: tuple(zip(*samples, strict=True))]
+)
+def test_batches_whose_rows_are_their_samples_are_not_counted(collate: Any, tmp_path: Path) -> None:
+    loader = AuditedSampler(
+        DataLoader(Documents(), batch_size=10, collate_fn=collate), run=tmp_path / "run"
+    )
+    list(loader)
+    loader.close()
+    assert Run.open(tmp_path / "run").gaps() == []
