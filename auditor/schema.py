@@ -74,8 +74,8 @@ EXPOSURES: Final[Mapping[str, str]] = {
     "state": "str",  # one of STATES
     "dup_batch": "f32",  # highest estimated Jaccard to an earlier row of the batch, null: unscored
     "dup_window": "f32",  # the same, to any row of the batches in the recent window
-    "dup_run": "i32",  # earlier exposures in this attempt of the same content, or of contents that
-    #                    are tied to it by near-duplicates within windows (bounded memory)
+    "dup_run": "i32",  # earlier exposures in the run, on this rank, of the same content, or of
+    #                    contents tied to it by near-duplicates within windows (bounded memory)
     "dup_of": "i64",  # key of the row that gave the higher of dup_batch and dup_window
     "repetition": "f32",  # share of the sample covered by repeated n-grams
     "loss": "f32",  # per-sample loss where the loop recorded it

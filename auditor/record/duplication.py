@@ -8,14 +8,17 @@ Shapes: **n** samples of a batch, **R** rows of the ring, **S** slots of a table
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from auditor.files import atomic
 from auditor.measure import compact
 from auditor.measure.agreement import least_equal
 from auditor.schema import DUPLICATE_SIMILARITY
@@ -45,7 +48,7 @@ class Scores:
     ``n_equal_batch``, ``n_equal_window`` u8: equal sketch bytes with the most similar earlier
     sample of the batch, and of the recent window (``agreement.similarity`` gives the Jaccard
     estimate); ``dup_of`` i64: key of the more similar of both, -1 where there is none; ``dup_run``
-    i32: earlier exposures in this attempt of the same content or of a near-duplicate of it;
+    i32: earlier exposures in the run, on this rank, of the same content or a near-duplicate of it;
     ``repetition`` f32; ``known`` bool: False where the content was not known.
     """
 
@@ -87,6 +90,44 @@ class DuplicationScorer:
         """Contents that training must not contain; those it does contain are counted."""
         hashes = compact.compact(contents)[:, compact.CONTENT]
         self._held_out = np.union1d(self._held_out, hashes[hashes != 0])
+
+    def remember(self, path: Path) -> None:
+        """Write which contents the run has seen, for the attempt that follows.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        slots = np.flatnonzero(self._run_content)
+        if not len(slots):
+            return
+        with atomic(path) as file:
+            np.savez(
+                file, slots=slots, content=self._run_content[slots],
+                cluster=self._run_cluster[slots], count=self._run_count[slots],
+                touched=self._run_touched[slots], next_row=np.int64(self._next_row),
+            )  # fmt: skip
+
+    def recall(self, path: Path) -> None:
+        """Go on with what an earlier attempt remembered; ``dup_run`` counts from there.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is not what :meth:`remember` writes.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                read = {name: file[name] for name in file.files}
+            slots = read["slots"]
+            if len(slots) and not (slots.min() >= 0 and slots.max() < RUN_SLOTS):
+                raise ValueError("slots out of range")
+            for name, table in (
+                ("content", self._run_content), ("cluster", self._run_cluster),
+                ("count", self._run_count), ("touched", self._run_touched),
+            ):  # fmt: skip
+                table[slots] = read[name]
+            self._next_row = int(read["next_row"])
+        except (zipfile.BadZipFile, KeyError, EOFError, ValueError) as error:
+            raise ValueError(f"{path}: not a memory of contents: {error}") from error
 
     def score(self, batch: int, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> Scores:
         """Score the samples of a batch, sketches i64 [n, WORDS], and remember them."""

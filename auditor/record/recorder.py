@@ -60,6 +60,10 @@ SYNC_S: Final = 2.0
 HEARTBEAT_S: Final = 10.0
 """How often the claim of the run says that its holder lives."""
 
+REMEMBER_S: Final = 300.0
+"""How often the contents that the run has seen are written for a later attempt: how much of them a
+process that is killed forgets."""
+
 CLOSE_S: Final = 30.0
 """How long closing waits for the background thread before it gives the rest up."""
 
@@ -107,7 +111,7 @@ class Recorder:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.next_step = self._first_step(attempt)
+        self.next_step = self._started_at = self._first_step(attempt)
         if attempt.number:
             log.warning(
                 "auditor: %s holds earlier attempts; recording goes on as attempt %d at step %d "
@@ -132,6 +136,7 @@ class Recorder:
         self._watches: weakref.WeakKeyDictionary[Any, OptimizerWatch] = weakref.WeakKeyDictionary()
         self._datasets: list[Any] = []
         self._process = os.getpid()
+        self._has_warned_of_fork = False
         # Two counters, each written by one thread only, instead of a lock.
         self._bytes_in = self._bytes_out = 0
         self._deleted = False  # the run's files, while they were written
@@ -142,9 +147,10 @@ class Recorder:
         self._exposures = ExposureBuffer()
         self._samples = SampleLedger(attempt.ledger("samples"))
         self._scorer: DuplicationScorer | None = None
+        self._contents = attempt.ledger("exposures").with_name("contents.npz")
         self._to_score: collections.deque[Callable[[], None]] = collections.deque()
         self._draining: list[threading.Event] = []
-        self._flushed = self._synced = self._beat = time.monotonic()
+        self._flushed = self._synced = self._beat = self._remembered = time.monotonic()
         atexit.register(self.close)
 
     @staticmethod
@@ -167,7 +173,10 @@ class Recorder:
 
     def submit(self, task: Task, *, what: str) -> bool:
         """Queue a task for the background thread; when the queue is full it is dropped, counted."""
-        if self.closed or os.getpid() != self._process:  # a forked child has no writer
+        if self.closed:
+            return False
+        if os.getpid() != self._process:  # a forked child has no writer
+            self._warn_of_fork()
             return False
         if self._background.submit(task):
             return True
@@ -179,6 +188,30 @@ class Recorder:
                 self.attempt.run,
             )
         return False
+
+    def _warn_of_fork(self) -> None:
+        if not self._has_warned_of_fork:
+            self._has_warned_of_fork = True
+            log.warning(
+                "auditor: nothing is recorded in process %d, which was forked from process %d "
+                "after recording began there. Make the AuditedSampler in the process that trains",
+                os.getpid(),
+                self._process,
+            )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch or a step was recorded in this attempt."""
+        return self._n_batches > 0 or self.next_step != self._started_at
+
+    def start_at(self, step: int) -> None:
+        """Number the first step of the attempt."""
+        self.next_step = self._started_at = step
+
+    @property
+    def watched(self) -> list[Any]:
+        """The optimizers whose steps close steps."""
+        return list(self._watches)
 
     def delivered(
         self, tag: Tag | SentTag | RawTag, describer: Describer, *, state: str = "delivered"
@@ -228,6 +261,12 @@ class Recorder:
         """Make the scorer's tables; its kernels are ready before loader workers fork."""
         if self._scorer is None:
             self._scorer = DuplicationScorer()
+            if self._contents.exists():
+                self.submit(self._recall_contents, what="facts")  # before anything is scored
+
+    def _recall_contents(self) -> None:
+        assert self._scorer is not None
+        self._scorer.recall(self._contents)
 
     def hold_out(self, samples: Sequence[np.ndarray]) -> None:
         """Token samples that training must not contain; those it does contain are counted."""
@@ -396,6 +435,7 @@ class Recorder:
             self._writing(self._samples.close)
             for ledger in self._ledgers.values():
                 self._writing(ledger.close)
+            self._writing(self._remember_contents)
         self._notice_deletion()
         if not self._deleted:
             self._writing(functools.partial(self._close_attempt, finished))
@@ -432,6 +472,8 @@ class Recorder:
         if now - self._synced >= SYNC_S:
             self._synced = now
             self._writing(self._sync)
+        if now - self._remembered >= REMEMBER_S:
+            self._writing(self._remember_contents)
         if now - self._beat >= HEARTBEAT_S:
             self._beat = now
             self._notice_deletion()
@@ -457,6 +499,11 @@ class Recorder:
         self._samples.sync()
         for ledger in self._ledgers.values():
             ledger.sync()
+
+    def _remember_contents(self) -> None:
+        self._remembered = time.monotonic()
+        if self._scorer is not None and not self._deleted:
+            self._scorer.remember(self._contents)
 
     def _append(self, table: str, frame: Frame) -> None:
         if table not in self._ledgers:  # a deleted run's folders would be made again

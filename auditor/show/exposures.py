@@ -248,7 +248,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def _so_far(dup_run: int | None) -> str:
     """How often a content had been shown when it was shown last."""
-    return "" if dup_run is None else f"; {wording.counted(dup_run + 1, 'time')} in the attempt"
+    return "" if dup_run is None else f"; {wording.counted(dup_run + 1, 'time')} in the run"
 
 
 def _like(row: Mapping[str, Any]) -> str:

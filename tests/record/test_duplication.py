@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-from numpy.typing import NDArray
+from pathlib import Path
 
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, TensorDataset
+
+from auditor import AuditedSampler, Run
 from auditor.measure import sketch
 from auditor.measure.agreement import N_PERMUTATIONS, least_equal, similarity
 from auditor.measure.compact import CONTENT, WORDS, compact, repetition_of
@@ -136,3 +142,66 @@ def test_memory_stays_as_it_is_however_long_the_run() -> None:
     }
     assert sum(held.values()) < 64 * 2**20
     assert np.count_nonzero(scorer._run_content) <= min(RUN_SLOTS, 300 * 512)
+
+
+# -- from one attempt to the next ------------------------------------------------------------
+
+
+def test_what_the_run_has_seen_is_remembered_across_attempts(tmp_path: Path) -> None:
+    """One scorer over the whole stream, and one that was stopped and followed in the middle."""
+    few = documents(60, 0)
+    drawn = np.random.default_rng(1).integers(0, len(few), (40, 16))
+
+    def dup_run(scorer: DuplicationScorer, batches: range) -> list[NDArray[np.int32]]:
+        return [
+            scorer.score(batch, drawn[batch], compact(few[drawn[batch]])).dup_run
+            for batch in batches
+        ]
+
+    expected = dup_run(DuplicationScorer(), range(40))
+    first, second = DuplicationScorer(), DuplicationScorer()
+    found = dup_run(first, range(20))
+    first.remember(tmp_path / "contents.npz")
+    second.recall(tmp_path / "contents.npz")
+    found += dup_run(second, range(20, 40))
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x00" * 100])
+def test_memory_that_is_broken_is_an_error_that_names_the_file(
+    content: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "contents.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"contents\.npz"):
+        DuplicationScorer().recall(path)
+
+
+def test_resumed_run_counts_exposures_from_where_it_left_off(tmp_path: Path) -> None:
+    tokens = torch.from_numpy(documents(24, 5))
+    for _ in range(3):  # three process lives
+        loader = AuditedSampler(
+            DataLoader(TensorDataset(tokens), batch_size=8), run=tmp_path / "run"
+        )
+        for _ in loader:
+            pass
+        loader.close()
+    table = Run.open(tmp_path / "run").scan("exposures", view="all").collect()
+    assert dict(table.group_by("attempt").agg(pl.col("dup_run").unique()).iter_rows()) == {
+        0: [0], 1: [1], 2: [2],
+    }  # fmt: skip
+
+
+def test_broken_memory_costs_the_count_and_nothing_else(tmp_path: Path) -> None:
+    tokens = torch.from_numpy(documents(24, 5))
+    for _ in range(2):
+        loader = AuditedSampler(
+            DataLoader(TensorDataset(tokens), batch_size=8), run=tmp_path / "run"
+        )
+        assert len(list(loader)) == 3
+        loader.close()
+        (memory,) = (tmp_path / "run").glob("exposures/*/contents.npz")
+        memory.write_bytes(memory.read_bytes()[:100])
+    run = Run.open(tmp_path / "run")
+    assert run.scan("exposures", view="all").collect()["dup_run"].to_list() == [0] * 48
+    assert any("contents" in gap for gap in run.gaps())
