@@ -232,8 +232,9 @@ class Alerts:
     policy: Policy = DEFAULT_POLICY
     level: str = ""
     _above: list[str] = field(default_factory=list)
-    _n_below: int = 0
-    _raised: dict[str, int] = field(default_factory=dict)
+    _below: list[str] = field(default_factory=list)
+    _told: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    """By level: step and grade of the alert that was told last."""
 
     def of_grade(self, grade: Grade) -> Alert | None:
         """The alert that this sample raises or takes back, None where nothing changes."""
@@ -250,21 +251,36 @@ class Alerts:
         ``what`` tells it to a person; ``at_once``: one sample is enough. ``grade``: of the step.
         """
         rank, held = _LEVELS.index(called), _LEVELS.index(self.level)
-        self._above = [*self._above, called] if rank > held else []
-        self._n_below = self._n_below + 1 if rank < held else 0
+        worse = rank == held > 0 and self._is_far_below(grade, self.level)
+        self._above = [*self._above, called] if rank > held or worse else []
+        self._below = [*self._below, called] if rank < held else []
         if self._above and (at_once or len(self._above) >= self.policy.confirm_samples):
             # Of samples in a row that call for different levels, what all of them call for.
             self.level = called if at_once else min(self._above, key=_LEVELS.index)
             self._above = []
-            last = self._raised.get(self.level)
-            if last is not None and grade.step - last < self.policy.cooldown_steps:
-                return None
-            self._raised[self.level] = grade.step
-            return self._alert(grade, self.level, what)
-        if self._n_below >= self.policy.recover_samples:
-            self.level, self._n_below = "", 0
-            return self._alert(grade, "recovered", what)
+            return self._tell(grade, what)
+        if len(self._below) >= self.policy.recover_samples:
+            self.level = max(self._below, key=_LEVELS.index)
+            self._below = []
+            if not self.level:
+                return self._alert(grade, "recovered", what)
         return None
+
+    def _tell(self, grade: Grade, what: str) -> Alert | None:
+        """The alert, unless the like was told lately; a lower grade is told at any time."""
+        told = self._told.get(self.level)
+        recent = told is not None and grade.step - told[0] < self.policy.cooldown_steps
+        if recent and not self._is_far_below(grade, self.level):
+            return None
+        self._told[self.level] = grade.step, grade.grade
+        return self._alert(grade, self.level, what)
+
+    def _is_far_below(self, grade: Grade, level: str) -> bool:
+        """Whether the grade lies ``quick_grades`` or more below the one that was told."""
+        told = self._told.get(level, (0, None))[1]
+        if self.signal != "grade" or told is None or grade.grade is None:
+            return False
+        return grade.grade <= told - self.policy.quick_grades
 
     def _alert(self, grade: Grade, level: str, what: str) -> Alert:
         message = f"step {grade.step}: {level}: {what}"

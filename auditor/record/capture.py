@@ -96,7 +96,7 @@ def capturing(
             mode.layer = site.layer
             if site.layer == 0:
                 with _guard(failed, "embedding"):
-                    _take(captured, -1, args or tuple(kwargs.values()), site.batch_first)
+                    _take(captured, -1, _hidden_states(args, kwargs), site.batch_first)
 
         return hook
 
@@ -153,10 +153,19 @@ def _take(captured: Captured, layer: int, output: Any, batch_first: bool) -> Non
         captured.positions[layer], captured.places[layer] = rows, places
     wanted = N_SAMPLES - len(captured.samples.get(layer, ()))
     if wanted > 0:
-        pooled = x[:wanted].float().mean(dim=1)
+        pooled = x[:wanted].mean(dim=1, dtype=torch.float32)
         if layer in captured.samples:
             pooled = torch.cat([captured.samples[layer], pooled])
         captured.samples[layer] = pooled
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a block is called on, among masks and positions: the first activations."""
+    given = (*args, *kwargs.values())
+    for one in given:
+        if isinstance(one, Tensor) and one.is_floating_point() and one.ndim in (2, 3):
+            return one
+    return given
 
 
 def _first_tensor(output: Any) -> Tensor | None:
@@ -265,11 +274,13 @@ class _AttentionMode(TorchFunctionMode):
             .permute(1, 2, 0, 3)
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         )
-        mask = None if attn_mask is None or attn_mask.ndim != 2 else attn_mask
+        mask = attn_mask
+        if mask is not None and mask.ndim == 3:  # one for each sample and head
+            mask = mask.unflatten(0, (B, num_heads))
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask  # here True hides a key, in scaled_dot_product_attention it shows one
         if key_padding_mask is not None:
-            padding = key_padding_mask.view(B, 1, 1, T).expand(B, 1, query.shape[0], T)
+            padding = key_padding_mask.view(B, 1, 1, T)
             if padding.dtype == torch.bool:
                 padding = torch.zeros_like(padding, dtype=q.dtype).masked_fill(padding, -math.inf)
             if mask is not None and mask.dtype == torch.bool:
@@ -320,8 +331,9 @@ def _query_index(n_queries: int, device: torch.device) -> Tensor:
 def _statistics(p: Tensor, logits: Tensor) -> Tensor:
     """Rows of ``ATTENTION`` from probabilities and logits [B, H, Q, K]: [4, H].
 
-    Means over samples and queries. A query that sees one key has no entropy to lose: it is left out
-    of the normalised form, and of the form without the sink when that key is the sink.
+    Means over samples and queries that see a key at all. A query that sees one key has no entropy
+    to lose: it is left out of the normalised form, and of the form without the sink when that key
+    is the sink.
     """
     entropy = torch.special.entr(p).sum(dim=-1)
     n_visible = (p > 0).sum(dim=-1)
@@ -332,7 +344,7 @@ def _statistics(p: Tensor, logits: Tensor) -> Tensor:
     no_sink = torch.where(total[..., 0] > 0, no_sink, math.nan)
     return torch.stack(
         [
-            entropy.mean(dim=(0, 2)),
+            entropy.nanmean(dim=(0, 2)),
             normalised.nanmean(dim=(0, 2)),
             no_sink.nanmean(dim=(0, 2)),
             logits.amax(dim=(0, 2, 3)),
@@ -365,11 +377,8 @@ def attention_of(
         hidden = torch.arange(n_keys, device=q.device) > index[:, None]
         logits = logits.masked_fill(hidden, -math.inf)
     if attn_mask is not None:
-        mask = (
-            attn_mask.expand(query.shape[0], 1, n_queries, n_keys)
-            if attn_mask.ndim < 4
-            else attn_mask
-        )
+        whole = (query.shape[0], 1, n_queries, n_keys)
+        mask = attn_mask.expand(torch.broadcast_shapes(attn_mask.shape, whole))
         mask = mask[:ENTROPY_SAMPLES].index_select(2, index)
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
     return _statistics(logits.softmax(dim=-1), logits)

@@ -10,15 +10,17 @@ in evaluation mode and without gradients, when the step closes.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from auditor.record.capture import Captured, capturing
 from auditor.record.sharding import reshard
-from auditor.record.sites import Site, compiled_entry, eager
+from auditor.record.sites import Site, anything_compiled, compiled_entry, eager
 
 Failed = Callable[[str, Exception], None]
 
@@ -46,6 +48,10 @@ class LiveForward:
         self._captured, self._calls = None, []
         self._armed = contextlib.ExitStack()
         entry = compiled_entry(self._wrapped)
+        if entry is None and anything_compiled():
+            # A function that the model calls may be compiled, and would be compiled again for the
+            # mode by which attention is seen.
+            entry = self._model
         if entry is None:
             self._hook(self._model, self._begin, self._end)
         elif getattr(entry, "_compiled_call_impl", None) is not None:
@@ -104,6 +110,8 @@ class LiveForward:
     # -- compiled models -------------------------------------------------------------------
 
     def _keep_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # the model was compiled behind our back
+            return
         if not _is_training(module) or len(self._calls) >= MAX_CALLS:
             return
         device = next((p.device.type for p in self._model.parameters()), "cpu")
@@ -135,7 +143,7 @@ class LiveForward:
         self._armed.callback(restore)
 
 
-MAX_CALLS = 8
+MAX_CALLS = 16
 """Calls of a compiled model that are kept to be run again; each holds its arguments."""
 
 
@@ -146,10 +154,9 @@ def _is_training(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; random state, training flags and shards afterwards as they were."""
+    """Evaluation mode; random state, flags, buffers and shards afterwards as they were."""
     training = [module for module in model.modules() if module.training]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with random_state_kept(model), _buffers_kept(model):
         # Not model.eval(): some layers override it, to merge adapters into weights for instance.
         for module in training:
             module.training = False
@@ -161,6 +168,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             # A forward without a backward leaves the root's parameters whole: the next training
             # forward would take them for the ones that the optimizer has updated meanwhile.
             reshard(model)
+
+
+@contextlib.contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """The random state of torch, on the model's devices too, of numpy and of Python."""
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward updates even in evaluation mode, as the counters of some experts."""
+    saved = [
+        (module._buffers, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, version, values in saved:
+                buffers[name] = buffer  # where another was put in its place
+                if buffer._version != version:
+                    buffer.copy_(values)
 
 
 def call_on(model: nn.Module, batch: Any) -> Any:

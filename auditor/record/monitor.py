@@ -6,6 +6,7 @@ import collections
 import functools
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from auditor.measure.recovery import Checkpoint, RecoveryPlan, plan
 from auditor.record.capture import Captured, capturing
 from auditor.record.checkpoints import append_checkpoint
 from auditor.record.exporting import Exporter, Exporting, metrics_of
-from auditor.record.live import LiveForward, call_on, evaluating
+from auditor.record.live import LiveForward, call_on, evaluating, random_state_kept
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.schedule import Schedule
 from auditor.record.sharding import agreement, is_sharded, whole
@@ -58,7 +59,7 @@ Action = Callable[[Alert, "GradeMonitor"], Any]
 @dataclass(frozen=True)
 class _Scalars:
     step: int
-    loss: Tensor
+    loss: Tensor | None
     grad_norm: Tensor | None
     lr: float | Tensor | None
 
@@ -292,12 +293,10 @@ class GradeMonitor:
         sample_loss: Tensor | None,
     ) -> None:
         pending = self._recorder.pending
+        step = None if step is None else operator.index(step)
         step = self._recorder.step_of_backward(step, optimizer)
         if sample_loss is not None:
-            batches = pending or self._recorder.last_batches
-            losses = sample_loss.detach().float().cpu().numpy()
-            write = functools.partial(self._recorder.write_losses, batches, losses)
-            self._recorder.submit(write, what="losses")
+            self._note_sample_loss(pending or self._recorder.last_batches, sample_loss)
         sampled = self._schedule.is_sampled(step)
         if sampled:
             extra = self._schedule.is_extra(step)
@@ -308,9 +307,9 @@ class GradeMonitor:
         self._scalars.append(
             _Scalars(
                 step,
-                torch.as_tensor(loss).detach().float().mean(),
-                None if grad_norm is None else whole(torch.as_tensor(grad_norm)).float().mean(),
-                None if optimizer is None else _scalar(optimizer.param_groups[0]["lr"]),
+                self._told("loss", lambda: torch.as_tensor(loss).detach().float().mean()),
+                self._told("grad_norm", lambda: _mean_of(grad_norm)),
+                self._told("lr", lambda: _rate_of(optimizer)),
             )
         )
         if sampled or len(self._scalars) >= SCALARS_STEPS:
@@ -320,11 +319,28 @@ class GradeMonitor:
             self._live.arm()
         self._act()
 
+    def _told(self, what: str, value: Callable[[], Any]) -> Any:
+        """A scalar that the loop gave; one that is none costs itself and not the others."""
+        try:
+            return value()
+        except Exception as error:
+            self._failed(f"GradeMonitor.step({what}=)", error)
+            return None
+
+    def _note_sample_loss(self, batches: Sequence[int], sample_loss: Any) -> None:
+        losses = self._told(
+            "sample_loss", lambda: torch.as_tensor(sample_loss).detach().float().cpu().numpy()
+        )
+        if losses is not None:
+            write = functools.partial(self._recorder.write_losses, batches, losses)
+            self._recorder.submit(write, what="losses")
+
     def _sample(self, step: int, *, extra: bool) -> None:
         began = time.perf_counter()
         probe, probe_error = None, None
         try:
-            probe = self._probe() if callable(self._probe) else self._probe
+            with random_state_kept(self._model):
+                probe = self._probe() if callable(self._probe) else self._probe
         except Exception as error:
             probe_error = error
         if self._schedule.agree(step, probe_error is not None) and probe_error is None:
@@ -484,9 +500,16 @@ def _append(kept: list[Any], one: Any) -> None:
         del kept[:HISTORY]
 
 
-def _scalar(value: Tensor | float) -> Tensor | float:
-    """A learning rate as it is now: a tensor is changed in place later, and is not waited for."""
-    return value.detach().float().clone() if isinstance(value, Tensor) else float(value)
+def _mean_of(value: Tensor | float | None) -> Tensor | None:
+    return None if value is None else whole(torch.as_tensor(value)).float().mean()
+
+
+def _rate_of(optimizer: Any) -> Tensor | float | None:
+    """The learning rate as it is now: a tensor is changed in place later, and is not waited for."""
+    if optimizer is None:
+        return None
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.detach().float().clone() if isinstance(rate, Tensor) else float(rate)
 
 
 def _column(values: Sequence[Tensor | float | None]) -> Callable[[], np.ndarray]:
@@ -514,7 +537,7 @@ def _is_accumulating(optimizer: Any) -> bool:
 def _token_rows(probe: Any) -> list[np.ndarray]:
     """The token samples of a probe batch, where it is one: [T] each."""
     ids = probe.get("input_ids") if isinstance(probe, Mapping) else probe
-    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+    if isinstance(ids, Tensor) and ids.ndim == 2 and not (ids.is_floating_point() or ids.is_meta):
         return list(ids.cpu().numpy())
     return []
 

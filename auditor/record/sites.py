@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -53,6 +54,13 @@ def compiled_entry(model: nn.Module) -> nn.Module | None:
         model = inner
     parts = model.modules()
     return model if any(_is_compiled(part) for part in parts) else None
+
+
+def anything_compiled() -> bool:
+    """Whether ``torch.compile`` was called in this process; it leaves its backends behind."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())  # None: of a stance
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -165,3 +165,17 @@ def test_the_table_of_three_levels_on_the_log_that_goes_with_it() -> None:
     assert by_grade[4] == by_grade[3] == "watch, falling"
     assert by_grade[2] == "danger"
     assert grade_of(0.63) == 6
+
+
+def test_a_run_that_falls_much_further_is_told_again_whatever_was_told_before() -> None:
+    sliding = [0.8] * 20 + [0.45] * 20 + [0.05] * 3
+    assert [(a.level, a.grade) for a in told(sliding)] == [("danger", 4), ("danger", 0)]
+
+
+def test_recovery_is_told_when_the_run_is_well_and_not_when_danger_turns_to_watch() -> None:
+    slowly = [0.8] * 20 + [0.55] * 3 + [0.25] * 3 + [0.42] * 40 + [0.75] * 5
+    levels = [alert.level for alert in told(slowly)]
+    assert levels[0] in {"watch", "danger"}
+    assert levels.count("recovered") == 1
+    assert levels[-1] == "recovered"
+    assert told(slowly)[-1].grade == 7

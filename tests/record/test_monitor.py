@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -661,9 +662,7 @@ def test_sequence_first_encoder_is_read_the_right_way_round(tmp_path: Path) -> N
 
 
 def test_signals_of_a_block_follow_their_definitions(tmp_path: Path) -> None:
-    train_steps(
-        small(), tmp_path / "run", n=1, probe=windows(6), probe_loss=next_byte_loss
-    )
+    train_steps(small(), tmp_path / "run", n=1, probe=windows(6), probe_loss=next_byte_loss)
     model = small()
     with torch.no_grad():
         x = model.tokens(windows(4, seed=0)[:, :-1]) + model.positions.weight[:T]
@@ -729,3 +728,124 @@ def test_description_says_what_was_seen_of_each_block(tmp_path: Path) -> None:
     assert "blocks.1  Unseen  output; not seen: attention, values" in text
     assert "scaled_dot_product_attention" in text
     monitor.close()
+
+
+# -- what a model or a probe may bring along -------------------------------------------------
+
+
+def test_compiled_functions_inside_eager_blocks_are_not_compiled_again(tmp_path: Path) -> None:
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    activation = torch.compile(
+        lambda x: F.gelu(x) * x.sigmoid(), backend=backend, fullgraph=True, dynamic=False
+    )
+
+    def make() -> GPT:
+        torch.manual_seed(1)
+        model = GPT(GPTConfig(n_positions=T, width=WIDTH, n_heads=HEADS, n_blocks=10))
+        for block in model.blocks:
+            block.mlp[1].forward = activation
+        return model
+
+    try:
+        assert_same_training(make, tmp_path / "run")
+        assert len(compiled) == 1
+        assert measured(tmp_path / "run", "entropy")["layer"].n_unique() == 10
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("source", ["torch", "numpy", "python", "loader"])
+def test_probe_that_draws_at_random_leaves_the_random_state_as_it_was(
+    source: str, tmp_path: Path
+) -> None:
+    loader = DataLoader(TensorDataset(windows(8)), batch_size=4, shuffle=True)
+
+    def probe() -> torch.Tensor:
+        if source == "torch":
+            return torch.randint(0, 256, (4, T + 1))
+        if source == "numpy":
+            return torch.from_numpy(np.random.randint(0, 256, (4, T + 1)))
+        if source == "python":
+            return torch.tensor([[random.randrange(256) for _ in range(T + 1)] for _ in range(4)])
+        return next(iter(loader))[0]
+
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    assert_same_training(small, tmp_path / "run", probe=probe, probe_loss=next_byte_loss)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_counters_that_every_forward_updates_count_the_training_alone(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        """Experts that balance themselves by how often they were used, in evaluation mode too."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("bias", torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x) + self.bias
+            self.bias = self.bias + 0.01 * y.detach().mean(dim=(0, 1)).sign()
+            return y
+
+    def make() -> GPT:
+        model = small()
+        for block in model.blocks:
+            block.mlp = Counting(block.mlp)
+        return model
+
+    assert_same_training(make, tmp_path / "run", probe=windows(4), probe_loss=next_byte_loss)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1, 16), (1, 1, 16, 16), (4, 16, 16), (3, 4, 16, 16)])
+def test_masks_of_any_shape_that_broadcasts_are_followed(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(2)
+    q, k = torch.randn(3, 4, 16, 8), torch.randn(3, 4, 16, 8)
+    keep = torch.rand(shape) < 0.7
+    keep[..., 0] = True
+    identity = torch.eye(16).expand(3, 4, 16, 16)
+    p = F.scaled_dot_product_attention(q, k, identity, attn_mask=keep).double().numpy()
+    found = attention_of(q, k, keep)[0].numpy()
+    np.testing.assert_allclose(found, attention_entropy(p).mean(axis=0), atol=1e-5)
+
+
+def test_mask_for_each_head_of_torchs_attention_and_padded_samples(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(24, 3, 32, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x = torch.randn(4, 20, 24)
+    causal = nn.Transformer.generate_square_subsequent_mask(20).expand(12, 20, 20)
+    padding = torch.zeros(4, 20, dtype=torch.bool)
+    padding[2] = True  # a sample that is all padding has no attention to measure
+    _, p = encoder.layers[0].self_attn(
+        x, x, x, attn_mask=causal, average_attn_weights=False, need_weights=True
+    )
+    p = p[[0, 1, 3]].detach().double().numpy()
+    with capturing(find_blocks(encoder), _fail) as captured, torch.no_grad():
+        encoder(
+            x, mask=causal, src_key_padding_mask=padding.float().masked_fill(padding, -math.inf)
+        )
+    np.testing.assert_allclose(
+        captured.attention[0][0], attention_entropy(p).mean(axis=0), atol=1e-5
+    )
+
+
+def test_scalar_that_is_none_costs_itself_alone_and_steps_may_be_of_numpy(tmp_path: Path) -> None:
+    model = small()
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=1)
+    for step in range(3):
+        loss = next_byte_loss(model, windows(4, seed=step))
+        loss.backward()
+        broken: Any = "no number"
+        monitor.step(loss, step=np.int64(step), grad_norm=broken, sample_loss=broken)
+    monitor.close()
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    assert signals.filter(pl.col("signal") == "loss")["value"].is_not_null().sum() == 3
+    assert signals.filter(pl.col("signal") == "grade")["step"].to_list() == [0, 1, 2]
+    assert monitor._recorder.failures["GradeMonitor.step(grad_norm=)"] == 3
