@@ -8,6 +8,7 @@ import logging
 import math
 import operator
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -213,6 +214,14 @@ class GradeMonitor:
         self._recorder.failed(place, error)
 
     def _note(self) -> None:
+        other = _monitors.get(self._recorder)
+        if other is not None and other is not self and not other._closed:
+            log.warning(
+                "auditor: two monitors on %s count its steps together; give each model a run of "
+                "its own",
+                self._run,
+            )
+        _monitors[self._recorder] = self
         self._recorder.attempt.note(
             monitor={
                 "every": self._schedule.every,
@@ -491,6 +500,9 @@ class GradeMonitor:
                 self._exporting.send(steps[i], point)
 
         self._recorder.submit(write, what="scalars")
+
+
+_monitors: weakref.WeakKeyDictionary[Recorder, GradeMonitor] = weakref.WeakKeyDictionary()
 
 
 def _append(kept: list[Any], one: Any) -> None:

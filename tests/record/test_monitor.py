@@ -849,3 +849,13 @@ def test_scalar_that_is_none_costs_itself_alone_and_steps_may_be_of_numpy(tmp_pa
     assert signals.filter(pl.col("signal") == "loss")["value"].is_not_null().sum() == 3
     assert signals.filter(pl.col("signal") == "grade")["step"].to_list() == [0, 1, 2]
     assert monitor._recorder.failures["GradeMonitor.step(grad_norm=)"] == 3
+
+
+def test_two_monitors_on_one_run_are_told_to_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = GradeMonitor(small(), run=tmp_path / "run")
+    assert "two monitors" not in caplog.text
+    second = GradeMonitor(small(), run=tmp_path / "run")
+    assert "two monitors" in caplog.text
+    first.close(), second.close()
