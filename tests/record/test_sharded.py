@@ -38,8 +38,12 @@ def trained(folder: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def sampled(folder: Path, rank: int, kind: str) -> list[int]:
-    ranks = Run.open(folder / "run").scan("signals").filter(
-        (pl.col("signal") == "token_rank") & (pl.col("kind") == kind) & (pl.col("rank") == rank)
+    ranks = (
+        Run.open(folder / "run")
+        .scan("signals")
+        .filter(
+            (pl.col("signal") == "token_rank") & (pl.col("kind") == kind) & (pl.col("rank") == rank)
+        )
     )
     return ranks.collect()["step"].unique().sort().to_list()
 
