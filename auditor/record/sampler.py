@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,17 +12,20 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from auditor.record import arguments
 from auditor.record.batches import Rows
 from auditor.record.frameworks.accelerate import divides_twice, is_prepared, tagging_view
 from auditor.record.identity import Locator
 from auditor.record.lookup import Lookup
 from auditor.record.recorder import Recorder, rank_and_world, recorder_for
+from auditor.record.steps import inner_optimizer
 from auditor.record.tagging import (
     Describer,
     RawTag,
     SentTag,
     Tag,
     has_untagged_workers,
+    other_rows,
     paired,
     restart_workers,
     tagging_copy,
@@ -49,12 +53,14 @@ class AuditedSampler:
         optimizer: when given, its own ``step()`` closes each training step. Without it, and
             without a ``GradeMonitor``, batches are recorded as delivered and belong to no step.
         start_step: number of the first step; by default one past the last recorded step, 0 at
-            first. Give it when a run is resumed from a checkpoint.
+            first. Give it when a run is resumed from a checkpoint. Where this process has recorded
+            batches of the run, a new attempt begins.
         locator: ``locator(index, sample) -> Located`` names id, source, shard, row or content of
             a raw sample where its columns do not; a list of ``Located`` for a row that packs
             several documents. ``index`` is None for iterable datasets.
         skip: batches not to train on, by ordinal (int), or samples by id (str), whose batches are
-            left out. They are drawn, recorded as ``skipped`` and not yielded.
+            left out; a list, set, array or tensor of them. They are drawn, recorded as ``skipped``
+            and not yielded.
         columns: further columns of the samples to keep with the record, by name.
         duplication: whether to score how duplicated each sample is: in its batch, in the last 64
             batches, over the run, and inside itself. Done in loader workers and on a background
@@ -67,7 +73,7 @@ class AuditedSampler:
     Raises:
         RunClaimedError: another live process records this run and rank.
         RunError: ``duplication`` is a folder without sketches.
-        ValueError: ``loader`` is not iterable.
+        ValueError: an argument is not what it has to be; ``loader`` is recorded in ``run`` already.
     """
 
     def __init__(
@@ -84,9 +90,23 @@ class AuditedSampler:
     ) -> None:
         if loader is not None and not isinstance(loader, Iterable):
             raise ValueError(f"loader must be iterable, got {type(loader).__name__}")
+        arguments.check_path("run", run)
+        if not isinstance(duplication, bool):
+            arguments.check_path("duplication", duplication)
+        if locator is not None and not callable(locator):
+            raise ValueError(f"locator must be callable, got {locator!r}")
+        if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+            raise ValueError(
+                f"optimizer must be one optimizer, with a step(), got {type(optimizer).__name__}"
+            )
+        columns = arguments.names("columns", columns)
+        start_step = None if start_step is None else arguments.natural("start_step", start_step)
+        _check_not_recorded(loader, run)
         self._loader: Any = loader
         self._run = run
-        self._skip = frozenset(skip or ())
+        # Weakly, as the recorder does: a loader that is kept keeps no optimizer of an earlier run.
+        self._optimizer = None if optimizer is None else weakref.ref(inner_optimizer(optimizer))
+        self._skip = arguments.skipped(skip)
         self._duplication = duplication
         self._n_batches = 0
         self._rebuilt = False
@@ -97,7 +117,9 @@ class AuditedSampler:
             lookup=None if isinstance(duplication, bool) else Lookup(Path(duplication)),
             unwanted=frozenset(one for one in self._skip if isinstance(one, str)),
         )
-        self._tagged = isinstance(loader, DataLoader) or _wraps_loader(loader)
+        self._tagged = not _is_audited(loader) and (
+            isinstance(loader, DataLoader) or _wraps_loader(loader)
+        )
         if self._tagged and has_untagged_workers(loader):
             self._tagged = False
             log.warning(
@@ -108,9 +130,13 @@ class AuditedSampler:
         self._recorder: Recorder | None = None
         recorder = self._open()
         if start_step is not None:
-            recorder.next_step = start_step
-        if optimizer is not None:
-            recorder.watch(optimizer)
+            if recorder.has_begun:  # what follows may repeat its steps, which one attempt cannot
+                watched = recorder.watched
+                recorder.close()
+                recorder = self._open()
+                for one in watched:
+                    recorder.watch(one)
+            recorder.start_at(start_step)
         dataset = getattr(loader, "dataset", None)
         if dataset is not None:
             recorder.describe_dataset(dataset)
@@ -121,6 +147,9 @@ class AuditedSampler:
         if self._recorder is None or self._recorder.closed:
             reopened = self._recorder is not None
             recorder = self._recorder = recorder_for(self._run)
+            optimizer = None if self._optimizer is None else self._optimizer()
+            if optimizer is not None:
+                recorder.watch(optimizer)
             if self._duplication is not False:
                 recorder.score_duplication()
             dataset = getattr(self._loader, "dataset", None)
@@ -207,7 +236,7 @@ class AuditedSampler:
         return _restored, (type(self), self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recorder": None, "_inner": None}
+        return {**self.__dict__, "_recorder": None, "_inner": None, "_optimizer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -231,6 +260,9 @@ class AuditedSampler:
             indices = list(ids.tolist() if hasattr(ids, "tolist") else ids)
             rows: Any = [None] * len(indices)
             if samples is not None:
+                n_rows = other_rows(samples, len(indices))
+                if n_rows is not None:
+                    raise ValueError(f"{len(indices)} ids for a batch of {n_rows} samples")
                 rows = self._describer.columns_of(samples, len(indices)) or Rows(samples)
             self._open()
             self._note_delivered(RawTag(rows, indices), "delivered")
@@ -245,7 +277,7 @@ class AuditedSampler:
         ``repetition`` (as in ``schema.EXPOSURES``; NaN where the content is unknown). None before
         the first.
         """
-        return self._open().last_scores
+        return None if self._recorder is None else self._recorder.last_scores
 
     def close(self) -> None:
         """Write what is waiting and give the run directory back; also done when Python exits."""
@@ -298,6 +330,18 @@ _LEFT_OUT = object()
 
 def _is_wanted(batch: Any) -> bool:
     return batch is not _LEFT_OUT
+
+
+def _is_audited(loader: Any) -> bool:
+    return issubclass(type(loader), AuditedSampler)  # its __class__ may be that of its loader
+
+
+def _check_not_recorded(loader: Any, run: str | PathLike[str]) -> None:
+    """Raises ``ValueError`` where every batch would be recorded twice."""
+    while _is_audited(loader):
+        if Path(loader._run).absolute() == Path(run).absolute():
+            raise ValueError(f"loader is recorded in {Path(run)} already: wrap it once")
+        loader = loader._loader
 
 
 def _wraps_loader(loader: Any) -> bool:

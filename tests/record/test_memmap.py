@@ -250,7 +250,7 @@ def test_a_pickled_index_opens_the_file_and_does_not_carry_it(tmp_path: Path) ->
     assert content.tolist() == tokens[100:111].tolist()
 
 
-def test_a_window_outside_of_the_documents_is_counted_and_does_not_reach_the_loop(
+def test_a_window_outside_of_the_documents_is_told_by_its_start_and_counted(
     tmp_path: Path,
 ) -> None:
     index = DocumentIndex([10, 50], window=4)
@@ -259,8 +259,9 @@ def test_a_window_outside_of_the_documents_is_counted_and_does_not_reach_the_loo
     audited.record([20, 40], torch.zeros(2, 4, dtype=torch.int64))
     audited.close()
     run = Run.open(tmp_path / "run")
-    assert run.gaps() == ["attempt 0, rank 0: write_batch failed 1 times"]
-    assert run.scan("exposures").collect()["sample_id"].to_list() == ["doc-0", "doc-0"]
+    assert run.gaps() == ["attempt 0, rank 0: 1 samples that the locator failed on"]
+    named = run.scan("exposures").collect()["sample_id"]
+    assert named.to_list() == ["doc-0", "60", "doc-0", "doc-0"]
 
 
 @pytest.mark.parametrize(

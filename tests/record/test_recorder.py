@@ -435,3 +435,107 @@ def test_flush_tells_what_the_disk_refused_since_it_was_last_asked(
     assert exposures(tmp_path / "run")["batch"].unique().sort().to_list() == [0, 2]
     assert any("writing failed" in gap for gap in Run.open(tmp_path / "run").gaps())
     assert len([one for one in caplog.records if "No space" in one.getMessage()]) == 1
+
+
+def train(loader: Any, optimizer: torch.optim.Optimizer, n_steps: int | None = None) -> None:
+    for _ in itertools.islice(loader, n_steps):
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        optimizer.step()
+
+
+def new_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["optimizer given again", "not given"])
+def test_start_step_after_batches_were_recorded_begins_a_new_attempt(
+    again: bool, tmp_path: Path
+) -> None:
+    """As a notebook does that goes back to a checkpoint."""
+    run, optimizer = tmp_path / "run", new_optimizer()
+    data = DataLoader(Documents(), batch_size=10)
+    train(AuditedSampler(data, run=run, optimizer=optimizer), optimizer, 5)
+    second = AuditedSampler(data, run=run, optimizer=optimizer if again else None, start_step=3)
+    train(second, optimizer)
+    second.close()
+    table = Run.open(run).scan("exposures").sort("step", "position").collect()
+    assert table["step"].to_list() == [step for step in range(10) for _ in range(10)]
+    assert table["attempt"].to_list() == [0] * 30 + [1] * 70
+    assert table["key"].to_list() == [*range(30), *range(70)]
+
+
+def test_start_step_of_a_second_sampler_before_the_first_batch_begins_nothing(
+    tmp_path: Path,
+) -> None:
+    run, optimizer = tmp_path / "run", new_optimizer()
+    for number in range(2):
+        loader = AuditedSampler(
+            DataLoader(Documents(), batch_size=10), run=run, optimizer=optimizer, start_step=40
+        )
+        assert number == 0 or train(loader, optimizer) is None
+    loader.close()
+    table = exposures(run)
+    assert set(table["attempt"]) == {0}
+    assert table["step"].unique().sort().to_list() == list(range(40, 47))
+
+
+def test_monitor_follows_a_sampler_that_starts_again_from_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    model, _ = tiny_transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    monitor = GradeMonitor(model, run=run, every=2)
+    for start in (None, 4):
+        loader = AuditedSampler(DataLoader(Documents(), batch_size=10), run=run, start_step=start)
+        for batch in loader:
+            loss = model(batch["input_ids"]).square().mean()
+            loss.backward()
+            monitor.step(loss, optimizer=optimizer)
+            optimizer.step()
+    monitor.close()
+    losses = Run.open(run).scan("signals").filter(pl.col("signal") == "loss").sort("step").collect()
+    assert losses["step"].to_list() == list(range(11))
+    assert losses["attempt"].to_list() == [0] * 4 + [1] * 7
+
+
+def test_loader_that_is_iterated_after_close_goes_on_with_its_optimizer(tmp_path: Path) -> None:
+    run, optimizer = tmp_path / "run", new_optimizer()
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=10), run=run, optimizer=optimizer)
+    for _ in range(2):
+        train(loader, optimizer)
+        loader.close()
+    table = exposures(run)
+    assert set(table["state"]) == {"trained"}
+    assert table["step"].unique().sort().to_list() == list(range(14))
+    assert table["attempt"].unique().sort().to_list() == [0, 1]
+
+
+def test_looking_at_a_closed_loader_opens_no_attempt(tmp_path: Path) -> None:
+    loader = AuditedSampler(DataLoader(Documents(), batch_size=14), run=tmp_path / "run")
+    list(loader)
+    loader.close()
+    assert loader.last is not None
+    assert loader.last["batch"] == 4
+    assert loader.flush()
+    assert [one["attempt"] for one in Run.open(tmp_path / "run").attempts] == [0]
+
+
+def test_loop_in_a_forked_child_is_told_once_that_nothing_is_recorded(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from auditor import AuditedSampler\n"
+        "loader = AuditedSampler([['one'], ['two'], ['three']], run=sys.argv[1])\n"
+        "next(iter(loader))\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    list(loader), list(loader), os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "loader.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("nothing is recorded in process") == 1
+    assert exposures(tmp_path / "run").height == 1
