@@ -76,13 +76,18 @@ def commands(group: click.Group) -> list[tuple[str, click.Command]]:
 
 def test_every_command_has_help_with_an_example() -> None:
     assert [name for name, _ in commands(main)] == [
+        "checkpoints",
         "dedupe",
         "demo",
         "exposures",
+        "grade",
+        "recover",
         "replay-order",
         "report",
+        "sites",
         "sketch",
         "verify",
+        "watch",
     ]
     for name, command in commands(main):
         assert f"auditor {name}" in (command.help or ""), name
