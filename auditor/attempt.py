@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -40,6 +41,16 @@ def rank_folder(run: Path, table: str, rank: int) -> Path:
 
 def ledger_path(run: Path, table: str, rank: int, attempt: int) -> Path:
     return rank_folder(run, table, rank) / f"attempt-{attempt:04d}.ledger"
+
+
+def place_of(path: Path) -> tuple[int, int] | None:
+    """Rank and attempt of one of these files, by its name; None where it is none of them."""
+    rank, attempt = _RANK.fullmatch(path.parent.name), _ATTEMPT.fullmatch(path.name)
+    return None if rank is None or attempt is None else (int(rank[1]), int(attempt[1]))
+
+
+_RANK = re.compile(r"rank-(\d{5,})")
+_ATTEMPT = re.compile(r"attempt-(\d{4,})(?:\.json|\.ledger|\.worker-\d+\.ledger)")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -128,18 +139,24 @@ def open_attempt(run: Path, *, rank: int = 0, world_size: int = 1) -> Attempt:
 
     Raises:
         RunClaimedError: a live process is writing this rank.
-        RunError: the path exists and is something else.
+        RunError: the path exists and is something else, or cannot be written.
         SchemaVersionError: the run is of another version of the format.
     """
     if run.exists() and not run.is_dir():
         raise RunError("not a folder", path=run, remedy="Give a folder as run=")
     folder = rank_folder(run, "attempts", rank)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return _opened(run, folder, rank, world_size)
     except OSError as error:
         raise RunError(
-            f"cannot be created ({error.strerror})", path=run, remedy="Choose a writable folder"
+            f"cannot be written ({error.strerror or error})",
+            path=run,
+            remedy="Choose a writable folder",
         ) from None
+
+
+def _opened(run: Path, folder: Path, rank: int, world_size: int) -> Attempt:
+    folder.mkdir(parents=True, exist_ok=True)
     _create_once(
         run / "run.json",
         {
@@ -151,7 +168,8 @@ def open_attempt(run: Path, *, rank: int = 0, world_size: int = 1) -> Attempt:
     )
     run_id = read_run_json(run)["run_id"]
     _claim_rank(run, rank)
-    number = 1 + max((int(p.stem[-4:]) for p in folder.glob("attempt-*.json")), default=-1)
+    places = map(place_of, folder.glob("attempt-*.json"))
+    number = 1 + max((place[1] for place in places if place is not None), default=-1)
     attempt = Attempt(run, run_id, rank, number, {})
     attempt.note(
         attempt=number,

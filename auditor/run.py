@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from auditor import schema
-from auditor.attempt import LEDGERS, read_run_json, write_json
+from auditor.attempt import LEDGERS, place_of, read_run_json, write_json
 from auditor.errors import RunError
 from auditor.files import atomic
 from auditor.ledger import NULL, Frame, LedgerReader
@@ -89,9 +89,20 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """What each attempt of each rank noted about itself, by rank and number."""
-        paths = sorted(self.path.glob("attempts/rank-*/attempt-*.json"))
-        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        """What each attempt of each rank noted about itself, by rank and number.
+
+        Without those whose file cannot be read, which :meth:`gaps` tells of.
+        """
+        return [noted for noted in self._noted().values() if noted is not None]
+
+    def _noted(self) -> dict[tuple[int, int], dict[str, Any] | None]:
+        """By rank and attempt what is in its file; None where that is damaged."""
+        found: dict[tuple[int, int], dict[str, Any] | None] = {}
+        for path in self.path.glob("attempts/rank-*/attempt-*.json"):
+            place = place_of(path)
+            if place is not None:
+                found[place] = _noted_in(path)
+        return dict(sorted(found.items()))
 
     @property
     def shards(self) -> list[dict[str, Any]]:
@@ -104,8 +115,15 @@ class Run:
     def gaps(self) -> list[str]:
         """What is known to be missing from the record, in words; empty when nothing is."""
         found = []
-        for attempt in self.attempts:
-            where = f"attempt {attempt['attempt']}, rank {attempt['rank']}"
+        noted = self._noted()
+        for (rank, number), attempt in noted.items():
+            where = f"attempt {number}, rank {rank}"
+            if attempt is None:
+                found.append(
+                    f"{where}: its attempt-{number:04d}.json is damaged; what it noted is "
+                    "not known (restore the file from a copy, or remove it)"
+                )
+                continue
             if "closed" not in attempt:
                 found.append(f"{where}: still running, or killed before it closed")
             for what, count in sorted(attempt.get("counts", {}).items()):
@@ -113,7 +131,7 @@ class Run:
             for place, count in sorted(attempt.get("failures", {}).items()):
                 found.append(f"{where}: {place} failed {count} times")
         world_size = int(self.facts.get("world_size", 1))
-        present = {attempt["rank"] for attempt in self.attempts}
+        present = {rank for rank, _ in noted}
         missing = sorted(set(range(world_size)) - present)
         if missing:
             found.append(f"no record of ranks {missing} of {world_size}")
@@ -162,6 +180,12 @@ class Run:
                 path=self.path,
                 remedy=f"Run: auditor report {self.path}",
             )
+        if not _is_whole(path):
+            raise RunError(
+                "cannot be read: the file is damaged",
+                path=path,
+                remedy=f"Delete {self.derived}, which auditor report {self.path} makes again",
+            )
         return pl.scan_parquet(path)
 
     def _first_steps(self) -> list[tuple[int, int, int]]:
@@ -174,10 +198,9 @@ class Run:
         return [(row["rank"], row["attempt"], row["step"]) for row in first.iter_rows(named=True)]
 
     def _ledgers(self, table: str) -> list[tuple[int, int, Path]]:
-        return [
-            (int(path.parent.name[-5:]), int(path.name[8:12]), path)
-            for path in sorted(self.path.glob(f"{table}/rank-*/attempt-*.ledger"))
-        ]
+        paths = sorted(self.path.glob(f"{table}/rank-*/attempt-*.ledger"))
+        places = [(place_of(path), path) for path in paths]
+        return [(*place, path) for place, path in places if place is not None]
 
     def _facts(self, table: str) -> pl.LazyFrame:
         """The table from the Parquet copy when it is as old as the ledgers, else from them.
@@ -193,9 +216,11 @@ class Run:
         state = {str(path.relative_to(self.path)): path.stat().st_size for _, _, path in ledgers}
         columns = dict(FACTS[table])
         copy, stamp = self.derived / f"{table}.parquet", self.derived / f"{table}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             noted = json.loads(stamp.read_text(encoding="utf-8"))
-            if (noted["ledgers"], noted["columns"]) == (state, columns) and copy.exists():
+            as_old = (noted["ledgers"], noted["columns"]) == (state, columns)
+            # The stamp was written last: a copy that was changed since then is not ours.
+            if as_old and copy.stat().st_mtime_ns <= stamp.stat().st_mtime_ns and _is_whole(copy):
                 self.torn_bytes.update(noted["torn_bytes"])
                 return pl.scan_parquet(copy)
         types = polars_schema(columns)
@@ -220,6 +245,23 @@ class Run:
             _write_parquet(frame, copy)
             write_json(stamp, {"ledgers": state, "columns": columns, "torn_bytes": torn})
         return frame.lazy()
+
+
+def _noted_in(path: Path) -> dict[str, Any] | None:
+    try:
+        noted = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return noted if isinstance(noted, dict) and {"attempt", "rank"} <= noted.keys() else None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a Parquet file has its end, where it says what is in it."""
+    try:
+        pl.read_parquet_schema(path)
+    except (OSError, pl.exceptions.PolarsError):
+        return False
+    return True
 
 
 def _write_parquet(frame: pl.DataFrame, path: Path) -> None:

@@ -81,6 +81,27 @@ def test_report_as_json_is_json_and_nothing_else(recorded: Path) -> None:
     assert {"verdict", "events", "proposal"} <= set(report)
 
 
+def test_report_of_a_run_on_a_read_only_disk_is_printed_without_its_page(
+    recorded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("auditor.show.produce.write_html", refuse)
+    result = run("report", recorded)
+    assert result.exit_code == 0
+    assert "Not judged" in result.output
+    assert "Page:" not in result.output
+    (told,) = [one.getMessage() for one in caplog.records]  # on standard error, outside of pytest
+    assert "report.html was not written (Read-only file system); --html" in told
+    asked = run("report", recorded, "--html", tmp_path / "page.html")
+    assert asked.exit_code == 1
+    assert "Read-only file system" in asked.output
+
+
 def test_dedupe_of_shards_then_verify_then_a_changed_byte(
     shards: list[Path], tmp_path: Path
 ) -> None:

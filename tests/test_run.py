@@ -72,6 +72,7 @@ def test_tables_have_the_columns_and_types_of_the_schema(run: Path) -> None:
 def test_derived_tables_and_report_rebuild_identically(run: Path) -> None:
     first = produce(Run.open(run))
     files = {path.name: path.read_bytes() for path in (run / "derived").iterdir()}
+    assert first.html is not None
     assert first.html.name in files
     shutil.rmtree(run / "derived")
     produce(Run.open(run))
@@ -140,6 +141,7 @@ def test_partly_copied_run_is_explained_as_far_as_it_goes(run: Path, missing: st
     assert explanation.n_steps == 30
     assert explanation.culprit is None
     report = produce(Run.open(run))
+    assert report.html is not None
     assert report.html.stat().st_size > 1000
 
 
@@ -156,3 +158,69 @@ def test_ranks_are_read_together_and_a_missing_one_is_reported(run: Path) -> Non
     composition = explain(opened).composition
     assert composition.filter(pl.col("step") == 0)["n_samples"].sum() == 16
     assert any("ranks [1] of 3" in gap for gap in opened.gaps())
+
+
+@pytest.mark.parametrize("content", [b"", b'{"attempt": 0, "ra', b"\xff\xfe", b"[]", b"{}"])
+def test_run_whose_attempt_file_is_damaged_is_read_and_the_gap_told(
+    run: Path, content: bytes
+) -> None:
+    whole = Run.open(run).scan("exposures").collect()
+    (run / "attempts/rank-00000/attempt-0000.json").write_bytes(content)
+    opened = Run.open(run)
+    assert opened.scan("exposures").collect().equals(whole)
+    assert opened.attempts == []
+    (gap,) = opened.gaps()
+    assert gap.startswith("attempt 0, rank 0: its attempt-0000.json is damaged")
+    assert explain(opened).gaps == [gap]
+
+
+def test_files_that_are_no_attempts_are_left_alone(run: Path) -> None:
+    for folder in ("attempts", "exposures", "samples", "signals"):
+        for path in (run / folder / "rank-00000").glob("attempt-0000.*"):
+            shutil.copy(path, path.with_name(f"attempt-copy{path.suffix}"))
+            shutil.copy(path, path.with_name(f"attempt-0000 (1){path.suffix}"))
+    opened = Run.open(run)
+    assert [one["attempt"] for one in opened.attempts] == [0]
+    assert opened.scan("exposures").collect().height == 240
+    loader = AuditedSampler(DataLoader(list(range(4))), run=run)
+    loader.close()
+    assert [one["attempt"] for one in Run.open(run).attempts] == [0, 1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten"])
+def test_damaged_copies_of_the_facts_are_made_again(run: Path, damage: str) -> None:
+    tables = ("exposures", "samples", "signals")
+    whole = {table: Run.open(run).scan(table).collect() for table in tables}
+    for table in tables:
+        copy = run / "derived" / f"{table}.parquet"
+        content = copy.read_bytes()
+        middle = len(content) // 2
+        copy.write_bytes(
+            {
+                "cut": content[:middle],
+                "emptied": b"",
+                "overwritten": content[:4] + bytes(middle) + content[4 + middle :],
+            }[damage]
+        )
+    for table in tables:
+        assert Run.open(run).scan(table).collect().equals(whole[table])
+
+
+def test_damaged_derived_table_names_the_file_and_what_to_do(run: Path) -> None:
+    explain(Run.open(run))
+    (run / "derived/events.parquet").write_bytes(b"garbage")
+    with pytest.raises(RunError, match=r"events\.parquet: cannot be read.*Delete .*derived"):
+        Run.open(run).scan("events")
+    explain(Run.open(run))
+    assert Run.open(run).scan("events").collect().is_empty()
+
+
+def test_run_that_may_not_be_written_is_refused_with_what_to_do(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("auditor.attempt.write_json", refuse)
+    with pytest.raises(RunError, match=r"cannot be written \(Permission denied\).*writable folder"):
+        AuditedSampler(DataLoader(list(range(4))), run=run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,26 +12,36 @@ from auditor.explain.pipeline import explain
 from auditor.run import Run
 from auditor.show.html import write_html
 
+log = logging.getLogger("auditor")
+
 
 @dataclass(frozen=True)
 class Report:
-    """An explained run, what it proposes, and the page that shows both."""
+    """An explained run, what it proposes, and the page that shows both, where it was written."""
 
     explanation: Explanation
     proposal: Proposal
-    html: Path
+    html: Path | None
 
 
 def produce(run: Run, html: Path | None = None) -> Report:
     """Explain a run and write its page, to ``derived/report.html`` where no path is given.
 
+    A page that nobody asked for and that cannot be written, of a run on a read-only disk, is left
+    out with a warning.
+
     Raises:
-        OSError: the page cannot be written.
+        OSError: the page cannot be written to ``html``.
     """
     explanation = explain(run)
     proposal = propose(explanation.suspects, run.scan("exposures"))
-    if html is None:
-        html = run.derived / "report.html"
-    html.parent.mkdir(parents=True, exist_ok=True)
-    write_html(explanation, proposal, html)
-    return Report(explanation, proposal, html)
+    path = run.derived / "report.html" if html is None else html
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_html(explanation, proposal, path)
+    except OSError as error:
+        if html is not None:
+            raise
+        log.warning("%s was not written (%s); --html gives another place", path, error.strerror)
+        return Report(explanation, proposal, None)
+    return Report(explanation, proposal, path)
