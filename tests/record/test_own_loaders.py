@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from documents import Documents, exposures, received
-from sources import assert_equal, assert_nothing_changes, random_state, seed
+from sources import (
+    assert_equal,
+    assert_nothing_changes,
+    new_optimizer,
+    random_state,
+    seed,
+    take_step,
+)
 from torch.utils.data import DataLoader
 
 from auditor import AuditedSampler, Run
@@ -127,3 +134,39 @@ def test_what_the_loader_counts_is_reached_through_the_wrapper(
     assert audited.n_yielded == 32
     audited.close()
     assert exposures(tmp_path / "run").height == 32
+
+
+class Prefetcher:
+    """A prefetcher: takes a batch before the last one is trained."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            yield batch
+
+
+@pytest.mark.parametrize("way", ["prefetcher wrapped", "record called"])
+def test_batches_of_a_prefetcher_are_recorded_where_they_are_trained(
+    way: str, tmp_path: Path
+) -> None:
+    """Wrapped inside of it, the loader's batches would count one step early."""
+    optimizer = new_optimizer()
+    prefetcher = Prefetcher(DataLoader(Documents(), batch_size=10))
+    wraps = way == "prefetcher wrapped"
+    audited = AuditedSampler(
+        prefetcher if wraps else None, run=tmp_path / "run", optimizer=optimizer
+    )
+    log = []
+    for step, batch in enumerate(audited if wraps else prefetcher):
+        if not wraps:
+            audited.record(batch["id"], batch)
+        take_step(optimizer)
+        log += [(step, name) for name in batch["id"]]
+    audited.close()
+    table = Run.open(tmp_path / "run").scan("exposures").collect()
+    assert list(table.select("step", "sample_id").iter_rows()) == log
