@@ -367,6 +367,14 @@ def other_rows(batch: Any, n: int) -> int | None:
 
     They are ``n`` where any of its columns, however deep, is so long.
     """
+    # Mostly its first column is all there is to look at: this may run on the training thread.
+    first = batch
+    if type(batch) is dict:
+        first = next(iter(batch.values()), None)
+    elif type(batch) in (tuple, list) and batch:
+        first = batch[0]
+    if type(first) is torch.Tensor and first.ndim and first.size(0) == n:
+        return None
     found: list[int] = []
     try:
         return None if _is_as_long(batch, n, found) or not found else found[0]
