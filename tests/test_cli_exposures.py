@@ -33,6 +33,17 @@ def run(*arguments: object) -> Result:
     return result
 
 
+def test_run_whose_batches_were_all_lost_says_what_failed(tmp_path: Path) -> None:
+    loader = AuditedSampler(DataLoader([0.5] * 8, batch_size=None), run=tmp_path / "run")
+    loader.record([1, 2], torch.zeros(3, 2))  # refused: more samples than ids
+    loader.close()
+    for command in ("exposures", "replay-order"):
+        result = run(command, tmp_path / "run")
+        assert result.exit_code == 1
+        assert "no exposure was recorded" in result.output
+        assert "AuditedSampler.record failed 1 times" in " ".join(result.output.split())
+
+
 class Rows(Dataset):
     """Floats and a text; every fifth text is the same."""
 

@@ -247,11 +247,10 @@ def _batches(run: Run, rank: int | None, view: View) -> Batches:
         .sort(_BATCH)
     )
     if table.is_empty():
-        raise RunError(
-            "no exposure was recorded",
-            path=run.path,
-            remedy="Wrap the loader in AuditedSampler(loader, run=...)",
-        )
+        remedy = "Wrap the loader in AuditedSampler(loader, run=...)"
+        if gaps := "; ".join(run.gaps()):
+            remedy += f". Gaps in the record: {gaps}; the log of the training says more"
+        raise RunError("no exposure was recorded", path=run.path, remedy=remedy)
     table, unit = _placed(table)
     before = pl.col("batch").shift(1, fill_value=-1).over("rank", "attempt")
     table = table.with_columns(n_missing=pl.col("batch") - before - 1)
