@@ -55,6 +55,17 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False)
 
 
+_as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else."
+)
+_checkpoints_option = click.option(
+    "--checkpoints",
+    "pattern",
+    help="A pattern of checkpoints, quoted; {step} may stand for the step.  "
+    "[default: those registered with monitor.checkpoint]",
+)
+
+
 @click.group(cls=_Group, context_settings=_SETTINGS)
 @click.version_option(package_name="auditor", message="auditor %(version)s")
 def main() -> None:
@@ -116,7 +127,7 @@ def demo(out: Path, seed: int, steps: int | None, quick: bool, clean: bool, lr_s
 
 @main.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_as_json
 @click.option(
     "--html",
     type=click.Path(path_type=Path),
@@ -204,7 +215,7 @@ def watch(run: Path, every: float, once: bool, rank: int | None) -> None:
     show_default=True,
     help="Most rows of --rows and --json; how many there are is said.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_as_json
 def exposures(
     run: Path,
     step: int | None,
@@ -335,7 +346,7 @@ def replay_order(
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="One threshold; repeatable."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_as_json
 def grade(run: Path, policy: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Grade a run again from its recorded signals, by the thresholds it had or by others.
 
@@ -388,13 +399,8 @@ def sites(target: str, sites: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--checkpoints",
-    "pattern",
-    help="A pattern of checkpoints, quoted; {step} may stand for the step.  "
-    "[default: those registered with monitor.checkpoint]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_checkpoints_option
+@_as_json
 def recover(run: Path, pattern: str | None, as_json: bool) -> None:
     """Plan the recovery from a drop: which checkpoint, learning rate and batches.
 
@@ -422,13 +428,8 @@ def recover(run: Path, pattern: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--checkpoints",
-    "pattern",
-    help="A pattern of checkpoints, quoted; {step} may stand for the step.  "
-    "[default: those registered with monitor.checkpoint]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_checkpoints_option
+@_as_json
 def checkpoints(run: Path, pattern: str | None, as_json: bool) -> None:
     """Score checkpoints by what was recorded around them; the one to go back to is marked.
 
@@ -493,7 +494,7 @@ def checkpoints(run: Path, pattern: str | None, as_json: bool) -> None:
     help="Repetition budget of a source.",
 )
 @click.option("--dry-run", is_flag=True, help="Decide and count; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_as_json
 def dedupe(
     inputs: tuple[str, ...],
     out: Path | None,
@@ -562,7 +563,7 @@ def dedupe(
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A new folder.")
 @click.option("--content", help="Column of the text or tokens.  [default: text, input_ids, tokens]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_as_json
 def sketch(inputs: tuple[str, ...], out: Path, content: str | None, as_json: bool) -> None:
     """Sketch a corpus once, for training runs to look up.
 
@@ -593,7 +594,7 @@ def sketch(inputs: tuple[str, ...], out: Path, content: str | None, as_json: boo
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--sample", type=click.IntRange(1), help="Hash this many shards instead of all.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for machines and nothing else.")
+@_as_json
 def verify(folder: Path, sample: int | None, as_json: bool) -> None:
     """Check cleaned shards against their manifest; exit code 1 when anything disagrees.
 

@@ -15,7 +15,7 @@ import polars as pl
 from auditor.errors import RunError
 from auditor.explain.events import EPISODE_STEPS, events_of
 from auditor.explain.grades import graded_kind, grades_table, judgements_of, policy_of
-from auditor.measure.grading import Grade, Policy
+from auditor.measure.grading import Grade, Policy, heads_fell
 from auditor.measure.recovery import (
     LOOKBACK_STEPS,
     ROLLBACK_GRADE,
@@ -255,11 +255,7 @@ class Course:
         judged = list(judgements_of(self._signals, policy))
         frame = grades_table(judged, graded_kind(self._signals))
         self.grades = tuple(judgement.grade for _, judgement in judged)
-        self.heads_fell = any(
-            alert.signal == "heads_fallen" and alert.level != "recovered"
-            for _, judgement in judged
-            for alert in judgement.alerts
-        )
+        self.heads_fell = heads_fell(alert for _, one in judged for alert in one.alerts)
         self.events = events_of(self._signals, frame)
         drop = find_drop(self.grades, policy)
         self.onset: tuple[int, int] | None = None

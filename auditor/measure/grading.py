@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Final
@@ -222,6 +222,11 @@ class Alert:
     layer: int | None
     signal: str
     message: str
+
+
+def heads_fell(alerts: Iterable[Alert]) -> bool:
+    """Whether it was told that the attention of many heads fell together."""
+    return any(one.signal == "heads_fallen" and one.level != "recovered" for one in alerts)
 
 
 @dataclass

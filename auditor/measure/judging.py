@@ -6,7 +6,7 @@ one definition, the same rows, the same result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -60,7 +60,7 @@ class Judge:
 
         None where the graded forward is not among them, because it failed.
         """
-        raw, column = (self._ratios(rows, variant) for variant in ("raw", "column"))
+        raw, column = (ratios_of(rows, self._graded, variant) for variant in ("raw", "column"))
         if not raw:
             return None
         warm = self.is_warm(step)
@@ -82,11 +82,11 @@ class Judge:
             return alerts.update(grade, "danger", str(deviation), at_once=True)
         return alerts.update(grade, "watch", str(deviation), at_once=False)
 
-    def _ratios(self, rows: Sequence[Mapping[str, Any]], variant: str) -> dict[int, float]:
-        return {
-            row["layer"]: row["value"]
-            for row in rows
-            if row["signal"] == "token_rank"
-            and row["kind"] == self._graded
-            and row.get("variant") == variant
-        }
+
+def ratios_of(rows: Iterable[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:
+    """Rank ratios of one forward's blocks by layer, in one form, out of the rows of a step."""
+    return {
+        row["layer"]: row["value"]
+        for row in rows
+        if row["kind"] == kind and row["signal"] == "token_rank" and row.get("variant") == variant
+    }

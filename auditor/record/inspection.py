@@ -6,11 +6,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from auditor.record.capture import Captured, capturing
-from auditor.record.live import call_on, evaluating
+from auditor.record.live import call_on, looking
 from auditor.record.signals import parts_of
 from auditor.record.sites import describe, eager, find_blocks, named_blocks
 
@@ -44,9 +42,8 @@ def inspect(target: str, sites: Sequence[str] | None = None) -> str:
     def failed(place: str, error: Exception) -> None:
         failures.append(f"{place}: {error}")
 
-    captured = Captured()
     try:
-        with evaluating(model), torch.no_grad(), capturing(found, failed, captured):
+        with looking(model, found, failed) as captured:
             call_on(model, batch)
     except Exception as error:
         raise ValueError(

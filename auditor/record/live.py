@@ -70,12 +70,7 @@ class LiveForward:
         calls, self._calls = self._calls, []
         for call in calls:
             captured = Captured() if captured is None else captured
-            with (
-                evaluating(self._model),
-                torch.no_grad(),
-                torch.compiler.set_stance("force_eager"),
-                capturing(self._sites, self._failed, captured),
-            ):
+            with looking(self._model, self._sites, self._failed, captured):
                 call()
             if captured.full:
                 break
@@ -200,6 +195,20 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffers[name] = buffer  # where another was put in its place
                 if buffer._version != version:
                     buffer.copy_(values)
+
+
+@contextlib.contextmanager
+def looking(
+    model: nn.Module, sites: Sequence[Site], failed: Failed, captured: Captured | None = None
+) -> Iterator[Captured]:
+    """For a forward of ours: :func:`evaluating`, without gradients, eager, and captured."""
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        capturing(sites, failed, captured) as seen,
+    ):
+        yield seen
 
 
 def call_on(model: nn.Module, batch: Any) -> Any:

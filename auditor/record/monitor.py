@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from auditor.measure.baseline import memorisation
-from auditor.measure.grading import DEFAULT_POLICY, Alert, Grade, Policy
+from auditor.measure.grading import DEFAULT_POLICY, Alert, Grade, Policy, heads_fell
 from auditor.measure.judging import Judge, Judgement
 from auditor.measure.recovery import Checkpoint, RecoveryPlan, plan
-from auditor.record.capture import Captured, capturing
+from auditor.record.capture import Captured
 from auditor.record.checkpoints import append_checkpoint
 from auditor.record.exporting import Exporter, Exporting, metrics_of
-from auditor.record.live import LiveForward, call_on, evaluating, random_state_kept
+from auditor.record.live import LiveForward, call_on, looking, random_state_kept
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.schedule import Schedule
 from auditor.record.sharding import agreement, is_sharded, whole
-from auditor.record.signals import Signals
+from auditor.record.signals import Signals, frame_of, scalars_frame
 from auditor.record.sites import describe, eager, find_blocks, named_blocks
 from auditor.record.transfer import fetched, to_host
 
@@ -202,12 +202,9 @@ class GradeMonitor:
         ``print(monitor.recovery_plan())`` tells it in words; ``auditor recover run/`` knows earlier
         attempts as well.
         """
-        collapsed = any(
-            alert.signal == "heads_fallen" and alert.level != "recovered" for alert in self.alerts
-        )
         return plan(
             list(self.grades), list(self._checkpoints), learning_rates=dict(self._rates.copy()),
-            entropy_collapsed=collapsed, policy=self._policy,
+            entropy_collapsed=heads_fell(list(self.alerts)), policy=self._policy,
         )  # fmt: skip
 
     def _failed(self, place: str, error: Exception) -> None:
@@ -381,13 +378,11 @@ class GradeMonitor:
         """Leave a sample to the recorder's thread, unless that is too far behind."""
         waiting = self._bytes_sent - self._bytes_analysed
         if waiting and waiting + n_bytes > WAITING_BYTES:
-            counts = self._recorder.counts
-            counts["dropped_samples"] += 1
-            if counts["dropped_samples"] == 1:
-                log.warning(
-                    "auditor: samples come faster than they are analysed; some are dropped and "
-                    "counted. Raise every="
-                )
+            self._recorder.count(
+                "dropped_samples",
+                "samples come faster than they are analysed; some are dropped and counted. Raise "
+                "every=",
+            )
         elif self._recorder.submit(functools.partial(work, n_bytes), what="samples"):
             self._bytes_sent += n_bytes
 
@@ -406,12 +401,7 @@ class GradeMonitor:
 
     def _run_probe(self, batch: Any) -> tuple[Captured | None, Tensor | None]:
         try:
-            with (
-                evaluating(self._model),
-                torch.no_grad(),
-                torch.compiler.set_stance("force_eager"),
-                capturing(self.sites, self._failed) as captured,
-            ):
+            with looking(self._model, self.sites, self._failed) as captured:
                 if self._probe_loss is not None:
                     loss: Any = self._probe_loss(self._model, batch)
                 else:
@@ -451,7 +441,7 @@ class GradeMonitor:
             row = {"kind": self._graded, "signal": "grade", "layer": grade.layer, "value": value}
             rows.append(row)
             _append(self.grades, grade)
-        self._recorder.append_signals(step, rows)
+        self._recorder.append_signals(frame_of(step, rows))
         self._exporting.send(step, metrics_of(rows))
         if extra_s is not None:
             beside = time.thread_time() - began if self._on_cpu else 0.0
@@ -490,7 +480,8 @@ class GradeMonitor:
             values = {name: fetch() for name, fetch in columns.items()}
             self._losses.extend(values["loss"].tolist())
             self._rates.extend(zip(steps, values["lr"].tolist(), strict=True))
-            self._recorder.append_scalars({"step": np.asarray(steps, np.int64), **values})
+            frame = scalars_frame({"step": np.asarray(steps, np.int64), **values})
+            self._recorder.append_signals(frame)
             for i in range(n):
                 point = {
                     f"auditor/{name}": float(column[i])

@@ -29,7 +29,7 @@ from torch import Tensor
 from auditor.attempt import Attempt, ledger_path, open_attempt
 from auditor.errors import AuditorError, IdentityError, RunError
 from auditor.files import sha256
-from auditor.ledger import NULL, Frame, LedgerReader, LedgerWriter
+from auditor.ledger import Frame, LedgerReader, LedgerWriter
 from auditor.measure.agreement import similarity
 from auditor.record.background import QUEUE_TASKS, Background, Task
 from auditor.record.datasets import shards_of
@@ -180,14 +180,17 @@ class Recorder:
             return False
         if self._background.submit(task):
             return True
-        self.counts[f"dropped_{what}"] += 1
-        if self.counts[f"dropped_{what}"] == 1:
-            log.warning(
-                "auditor: recording cannot keep up; %s is dropped and counted (%s)",
-                what,
-                self.attempt.run,
-            )
+        self.count(
+            f"dropped_{what}",
+            f"recording cannot keep up; {what} is dropped and counted ({self.attempt.run})",
+        )
         return False
+
+    def count(self, name: str, warning: str, n: int = 1) -> None:
+        """Count what readers find as a gap of the run; say so the first time."""
+        if not self.counts[name]:
+            log.warning("auditor: %s", warning)
+        self.counts[name] += n
 
     def _warn_of_fork(self) -> None:
         if not self._has_warned_of_fork:
@@ -232,8 +235,7 @@ class Recorder:
         alone = self._bytes_in - self._bytes_out + n_bytes > QUEUE_BYTES
         if alone:
             self.counts["batches_without_content"] += 1
-            rows, tag, n_bytes = tag.other_rows, RawTag((), tag.indices), 0
-            tag.other_rows = rows
+            tag, n_bytes = tag.without_samples(), 0
         write = functools.partial(self._write_raw, batch, tag, describer, state, n_bytes, alone)
         if self.submit(write, what="batches"):
             self._bytes_in += n_bytes
@@ -541,33 +543,9 @@ class Recorder:
         name = str(getattr(getattr(task, "func", task), "__name__", "recording")).strip("_")
         self.failed({"write_raw": "write_batch", "write_tag": "write_batch"}.get(name, name), error)
 
-    def append_signals(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows of one step; background thread only."""
-        names = ("kind", "site", "segment", "variant", "signal")
-        integers = ("layer", "head", "n_rows")
-        self._append(
-            "signals",
-            Frame(
-                "signals",
-                {"step": step},
-                {
-                    "value": np.asarray([row["value"] for row in rows], dtype=np.float64),
-                    # Null is the least integer, so that every column stays one array.
-                    **{
-                        name: np.asarray(
-                            [NULL if row.get(name) is None else row[name] for row in rows],
-                            dtype=np.int32,
-                        )
-                        for name in integers
-                    },
-                },
-                {name: [row.get(name) for row in rows] for name in names},
-            ),
-        )
-
-    def append_scalars(self, columns: dict[str, np.ndarray]) -> None:
-        """Write per-step scalars, one column per signal and ``step``; background thread only."""
-        self._append("signals", Frame("scalars", {}, columns))
+    def append_signals(self, frame: Frame) -> None:
+        """Write a frame of the signals table; background thread only."""
+        self._append("signals", frame)
 
     def _write_tag(self, batch: int, sent: Tag | SentTag, state: str) -> None:
         """A batch that a loader worker described."""
@@ -603,24 +581,19 @@ class Recorder:
     def _note_doubts(self, n: int, unlocated: Unlocated | None, rows: int | None) -> None:
         """Count, and say once, what may keep the record of ``n`` samples from being the truth."""
         if unlocated is not None:
-            if not self.counts[_UNLOCATED]:
-                log.warning(
-                    "auditor: the locator failed, which is counted from now on: such samples are "
-                    "told by their index and columns: %s",
-                    unlocated.first,
-                )
-            self.counts[_UNLOCATED] += unlocated.n
+            self.count(
+                _UNLOCATED,
+                "the locator failed, which is counted from now on: such samples are told by their "
+                f"index and columns: {unlocated.first}",
+                unlocated.n,
+            )
         if rows is not None:
-            if not self.counts[_OTHER_ROWS]:
-                log.warning(
-                    "auditor: the collate function made %d rows of %d samples: all %d are recorded "
-                    "as consumed. That is right where it packs samples into rows, and wrong where "
-                    "it drops or repeats some. Such batches are counted from now on",
-                    rows,
-                    n,
-                    n,
-                )
-            self.counts[_OTHER_ROWS] += 1
+            self.count(
+                _OTHER_ROWS,
+                f"the collate function made {rows} rows of {n} samples: all {n} are recorded as "
+                "consumed. That is right where it packs samples into rows, and wrong where it "
+                "drops or repeats some. Such batches are counted from now on",
+            )
 
     def _score_later(
         self, batch: int, keys: np.ndarray, sketches: Callable[[], np.ndarray], n_bytes: int

@@ -1,4 +1,4 @@
-"""From what a forward showed to the rows of the signals table; numpy, on the recorder's thread."""
+"""From what a forward showed to rows and frames of the signals table, on the recorder's thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from auditor.ledger import NULL, Frame
 from auditor.measure.baseline import HeadBaselines
 from auditor.measure.spectrum import VARIANTS, rank_ratio, residual_similarity, spectrum
 from auditor.record.capture import Captured
@@ -32,6 +33,24 @@ def _parts(by_name: Mapping[str, Any]) -> dict[int, set[str]]:
         for layer in by_name[name]:
             seen.setdefault(layer, set()).add(name)
     return seen
+
+
+def frame_of(step: int, rows: Sequence[Row]) -> Frame:
+    """The rows of one sampled step, as the ledger has them."""
+    # Null is the least integer, so that every column stays one array.
+    integers = {
+        name: np.asarray([NULL if row.get(name) is None else row[name] for row in rows], np.int32)
+        for name in ("layer", "head", "n_rows")
+    }
+    values = np.asarray([row["value"] for row in rows], np.float64)
+    names = ("kind", "site", "segment", "variant", "signal")
+    strings = {name: [row.get(name) for row in rows] for name in names}
+    return Frame("signals", {"step": step}, {"value": values, **integers}, strings)
+
+
+def scalars_frame(columns: Mapping[str, np.ndarray]) -> Frame:
+    """Signals of every step: one column per signal, and ``step``."""
+    return Frame("scalars", {}, dict(columns))
 
 
 class Signals:

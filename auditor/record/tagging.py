@@ -71,6 +71,12 @@ class RawTag:
         self.samples = samples
         self.indices = indices
 
+    def without_samples(self) -> RawTag:
+        """What is left to tell them by: their indices."""
+        tag = RawTag((), self.indices)
+        tag.other_rows = self.other_rows
+        return tag
+
     @property
     def n_bytes(self) -> int:
         """About how much memory the samples hold, from the first of them."""

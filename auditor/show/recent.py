@@ -17,6 +17,7 @@ from auditor.explain.composition import REPETITIVE_SHARE
 from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import least_equal
 from auditor.measure.grading import DEFAULT_POLICY, Alerts, Grade, Grader, Policy
+from auditor.measure.judging import ratios_of
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
 from auditor.show import wording
 
@@ -156,7 +157,9 @@ class SignalHistory:
             policy = self.policies.get(attempt, DEFAULT_POLICY)
             self._judged = attempt
             self._grader, self._alerts = Grader(policy), Alerts(policy=policy)
-        grade = self._grader.update(step, _ratios(rows, kind, "raw"), _ratios(rows, kind, "column"))
+        grade = self._grader.update(
+            step, ratios_of(rows, kind, "raw"), ratios_of(rows, kind, "column")
+        )
         for facts in (self.graded, self.changes, self.alerts):
             _drop_void(facts, attempt, step)
         self.graded.append(Graded(attempt, kind, grade))
@@ -221,14 +224,6 @@ def _lowest(attempt: int, step: int, rows: Sequence[Mapping[str, Any]]) -> Point
 def _highest(attempt: int, step: int, rows: Sequence[Mapping[str, Any]]) -> Point:
     row = max(rows, key=lambda one: one["value"] if math.isfinite(one["value"]) else math.inf)
     return Point(attempt, step, row["value"], row["layer"], row["head"])
-
-
-def _ratios(rows: Sequence[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:
-    return {
-        row["layer"]: row["value"]
-        for row in rows
-        if row["kind"] == kind and row["signal"] == "token_rank" and row["variant"] == variant
-    }
 
 
 class SourceTable:

@@ -15,6 +15,7 @@ from auditor.explain.checkpoints import find_checkpoints, score, step_of
 from auditor.explain.recovery import recovery_of
 from auditor.record.checkpoints import append_checkpoint
 from auditor.record.recorder import Recorder, recorder_for
+from auditor.record.signals import frame_of, scalars_frame
 from auditor.run import Run
 
 NAMES = {
@@ -132,7 +133,9 @@ def record(recorder: Recorder, ratios: dict[int, float], losses: dict[int, float
             for variant, value in (("raw", 0.9), ("column", ratio))
         ]  # fmt: skip
         rows.append({"kind": "probe", "signal": "probe_loss", "value": losses[step]})
-        recorder.submit(lambda step=step, rows=rows: recorder.append_signals(step, rows), what="s")
+        recorder.submit(
+            lambda step=step, rows=rows: recorder.append_signals(frame_of(step, rows)), what="s"
+        )
     steps = np.asarray(sorted(losses), np.int64)
     columns = {
         "step": steps,
@@ -140,7 +143,7 @@ def record(recorder: Recorder, ratios: dict[int, float], losses: dict[int, float
         "lr": np.full(len(steps), 1e-3),
         "grad_norm": np.full(len(steps), np.nan),
     }
-    recorder.submit(lambda: recorder.append_scalars(columns), what="s")
+    recorder.submit(lambda: recorder.append_signals(scalars_frame(columns)), what="s")
     assert recorder.drain()
 
 

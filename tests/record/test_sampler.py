@@ -16,6 +16,7 @@ import polars as pl
 import pytest
 import torch
 from documents import Documents, N, Stream, exposures, received, tiny_transformer
+from sources import assert_equal
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,22 +29,6 @@ from torch.utils.data import (
 
 from auditor import AuditedSampler, GradeMonitor, Located, Run
 from auditor.record.recorder import recorder_for
-
-
-def assert_equal_batches(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert list(left) == list(right)
-        for name in left:
-            assert_equal_batches(left[name], right[name])
-    elif isinstance(left, list | tuple):
-        for a, b in itertools.zip_longest(left, right):
-            assert_equal_batches(a, b)
-    else:
-        assert left == right
 
 
 def own_collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,7 +91,7 @@ def test_batches_order_and_random_state_are_those_of_the_bare_loader(
 
     bare, bare_state, bare_length = epochs(audited=False)
     audited, audited_state, audited_length = epochs(audited=True)
-    assert_equal_batches(audited, bare)
+    assert_equal(audited, bare)
     assert torch.equal(audited_state, bare_state)
     assert audited_length == bare_length
 
@@ -487,7 +472,7 @@ def test_iteration_begins_when_it_would_without_us(tmp_path: Path) -> None:
         return next(iterator), number
 
     (bare, bare_number), (audited, audited_number) = drawn(audited=False), drawn(audited=True)
-    assert_equal_batches(audited, bare)
+    assert_equal(audited, bare)
     assert torch.equal(audited_number, bare_number)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_worker import QUIET, Documents, Module, Stream, expected, fit
+from sources import assert_equal
 
 from auditor import AuditedSampler, Run
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
@@ -43,22 +43,6 @@ def exposures(run: Path) -> pl.DataFrame:
 def recorded(run: Path, state: str = "trained") -> list[tuple[int, str]]:
     table = exposures(run).filter(pl.col("state") == state).sort("attempt", "batch", "position")
     return list(table.select("step", "sample_id").iter_rows())
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert list(left) == list(right)
-        for name in left:
-            assert_equal(left[name], right[name])
-    elif isinstance(left, list | tuple):
-        for a, b in itertools.zip_longest(left, right):
-            assert_equal(a, b)
-    else:
-        assert left == right
 
 
 def assert_same_training(left: Module, right: Module) -> None:
