@@ -40,6 +40,7 @@ from auditor.clean.duplicates import (
 )
 from auditor.clean.manifest import Manifest, write_manifest
 from auditor.clean.mixes import cap_repetition
+from auditor.clean.row import Reading
 from auditor.clean.scan import (
     REPETITIVE_ELEMENTS,
     REPETITIVE_SHARE,
@@ -160,7 +161,7 @@ def dedupe(
     for i, shard in enumerate(found.shards):
         tell("write", i, len(found.shards))
         keep = decisions.kept[facts.starts[i] : facts.starts[i + 1]]
-        written.append(_write(shard, out, keep, before[i], dry_run=dry_run))
+        written.append(_write(shard, out, keep, before[i], config, dry_run=dry_run))
     tell("write", len(found.shards), len(found.shards))
     rows = _rows(found.shards, facts, decisions)
     document = {
@@ -276,8 +277,9 @@ def _sources(
 
 
 def _fingerprint(shard: Shard) -> tuple[str, int, int]:
-    stat = shard.path.stat()
-    return sha256(shard.path), stat.st_size, stat.st_mtime_ns
+    (file,) = shard.files()
+    stat = file.stat()
+    return sha256(file), stat.st_size, stat.st_mtime_ns
 
 
 def _write(
@@ -285,13 +287,15 @@ def _write(
     out: Path,
     keep: NDArray[np.bool_],
     before: tuple[str, int, int],
+    config: DedupeConfig,
     *,
     dry_run: bool,
 ) -> dict[str, Any]:
     child = f"data/{shard.name}"
     if not dry_run:
-        shard.copy(out / child, keep)
-    stat = shard.path.stat()
+        reading = Reading(content=config.content, on_error=config.on_error)
+        shard.copy(out / child, keep, reading)
+    stat = Path(shard.path).stat()
     if (stat.st_size, stat.st_mtime_ns) != before[1:]:
         raise ShardError(
             "changed while it was being cleaned",

@@ -23,6 +23,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from auditor.clean.mixes import MixSampler
+from auditor.clean.row import Reading
 from auditor.clean.shards import Shard
 from auditor.errors import AuditorError, ManifestError, SchemaVersionError
 from auditor.files import atomic, sha256
@@ -120,7 +121,7 @@ class Manifest:
         """What the cleaned shards hold: ``text`` or ``input_ids``."""
         kinds = {}
         for shard, entry in zip(self.shards, self.document["shards"], strict=True):
-            rows = shard.rows(content=self._content()) if entry["rows_out"] else ()
+            rows = shard.rows(self._reading()) if entry["rows_out"] else ()
             first = next((row.content for row in rows if row.content is not None), None)
             if first is not None:
                 kinds["text" if isinstance(first, str) else "input_ids"] = shard.name
@@ -134,9 +135,9 @@ class Manifest:
             raise ManifestError("no row was kept", path=self._folder())
         return next(iter(kinds), "text")
 
-    def _content(self) -> str | None:
+    def _reading(self) -> Reading:
         content = self.document["parameters"].get("content")
-        return None if content is None else str(content)
+        return Reading(content=None if content is None else str(content))
 
     def sampler(self, seed: int, n_samples: int) -> MixSampler:
         """Indices into ``dataset`` drawn by ``weights``; for ``DataLoader(sampler=...)``."""
@@ -165,7 +166,7 @@ def _dataset_rows(folder: str, column: str, hashes: tuple[str, ...]) -> Iterator
     kept = manifest.rows.filter(pl.col("decision") == "kept").select("sample_id", "source")
     identities = kept.iter_rows()
     for shard, entry in zip(manifest.shards, manifest.document["shards"], strict=True):
-        rows = shard.rows(content=manifest._content()) if entry["rows_out"] else ()
+        rows = shard.rows(manifest._reading()) if entry["rows_out"] else ()
         for number, row in enumerate(rows):
             sample_id, source = next(identities)
             yield {
@@ -294,7 +295,7 @@ def _check_document(document: Any, file: Path) -> None:
 
 def _check_child(shard: Shard, entry: dict[str, Any], failures: list[str]) -> None:
     try:
-        if sha256(shard.path) != entry["child_sha256"]:
+        if sha256(Path(shard.path)) != entry["child_sha256"]:
             failures.append(f"{shard.path}: SHA-256 differs from the manifest")
         n_rows = shard.count()
     except (AuditorError, OSError) as error:
@@ -366,7 +367,7 @@ def _check_totals(manifest: Manifest, failures: list[str]) -> None:
 def _check_strays(manifest: Manifest, failures: list[str]) -> None:
     """Files among the cleaned shards that the manifest knows nothing of."""
     folder = manifest._folder() / "data"
-    known = {shard.path.resolve() for shard in manifest.shards}
+    known = {Path(shard.path).resolve() for shard in manifest.shards}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     failures += [f"{path}: not in the manifest" for path in files if path.resolve() not in known]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,82 @@ from auditor.errors import ShardError
 from auditor.schema import ID_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How rows are read."""
+
+    content: str | None = None
+    """Column of the content, a dotted path where it is nested; None: text, input_ids or tokens."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What cannot be read ends the reading, or is passed over and found in the findings."""
+    columns: tuple[str, ...] = ()
+    """Further columns, or dotted paths, whose values the rows carry."""
+    dtype: str | None = None
+    """Of raw token files alone: the type of an id, such as uint16."""
+    eot: int | None = None
+    """Of raw token files alone: the id that ends a document."""
+
+
+DEFAULTS: Final = Reading()
+"""How rows are read unless told otherwise."""
+
+
 class Row(NamedTuple):
     """A row as far as cleaning needs it.
 
     ``content`` is a text, or token ids i64 [n_tokens], or None where the row has none; ``readable``
-    is False for a row that could not be parsed and was let through on request.
+    is False for a row that could not be parsed and was let through on request. ``columns`` are the
+    values of ``Reading.columns``, None where the row has no such column.
     """
 
     content: str | NDArray[np.int64] | None
     sample_id: str | None
     source: str | None
     readable: bool = True
+    columns: tuple[Any, ...] = ()
 
 
 UNREADABLE = Row(None, None, None, readable=False)
+
+
+class Finding(NamedTuple):
+    """What a careful reader is told about a shard; ``lost``: rows, or a part, were not read."""
+
+    row: int | None
+    what: str
+    lost: bool
+
+
+MAX_FINDINGS: Final = 1000
+"""Findings kept of one shard; the others are counted."""
+
+
+class Findings:
+    """Collects the findings of one shard into a list, up to ``MAX_FINDINGS``."""
+
+    def __init__(self, into: list[Finding] | None) -> None:
+        self._into = into
+        self._n = 0
+        self._n_lost = 0
+
+    def notice(self, row: int | None, what: str) -> None:
+        self._add(Finding(row, what, lost=False))
+
+    def lost(self, row: int | None, what: str) -> None:
+        self._add(Finding(row, what, lost=True))
+
+    def close(self) -> None:
+        """Say how many there were beyond those kept."""
+        if self._into is not None and self._n > MAX_FINDINGS:
+            what = f"{self._n - MAX_FINDINGS} further findings, {self._n_lost} of lost rows"
+            self._into.append(Finding(None, what, lost=self._n_lost > 0))
+
+    def _add(self, finding: Finding) -> None:
+        self._n += 1
+        if self._n > MAX_FINDINGS:
+            self._n_lost += finding.lost
+        elif self._into is not None:
+            self._into.append(finding)
 
 
 def choose_content(columns: Collection[str], wanted: str | None, path: Path) -> str:

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.clean.row import Row
+from auditor.clean.row import Reading, Row
 from auditor.clean.shards import Shard
 from auditor.errors import ShardError
 from auditor.measure.repetition import FLAG_REPEATS, character_ids, repetition_batch, word_ids
@@ -55,7 +55,7 @@ class ScanConfig(Protocol):
     @property
     def content(self) -> str | None: ...
     @property
-    def on_error(self) -> str: ...
+    def on_error(self) -> Literal["raise", "skip"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def shingle_hashes(
 
 
 def _rows(shard: Shard, config: ScanConfig) -> Any:
-    return shard.rows(content=config.content, skip_unreadable=config.on_error == "skip")
+    return shard.rows(Reading(content=config.content, on_error=config.on_error))
 
 
 def _hashes(content: Any, shingle: str) -> NDArray[np.uint64]:

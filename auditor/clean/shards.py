@@ -10,16 +10,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.clean.jsonl import copy_jsonl, count_jsonl, read_jsonl
-from auditor.clean.parquet import copy_parquet, count_parquet, read_parquet
-from auditor.clean.row import Row
+from auditor.clean.formats import jsonl, parquet
+from auditor.clean.row import DEFAULTS, Finding, Findings, Reading, Row
 from auditor.errors import ShardError
 from auditor.files import atomic
 
@@ -35,40 +35,71 @@ _OTHER_DATA = re.compile(r"\.(arrow|bin|idx|mds(\.zstd)?|tar|csv|tsv|txt|npy|fea
 
 @dataclass(frozen=True)
 class Shard:
-    """One data file; ``name`` is its path relative to the inputs' common folder, with slashes."""
+    """One unit of the input, which becomes one unit of the output.
 
-    path: Path
+    ``path`` is a file or a folder, or the URL of one; ``name`` is its path relative to the inputs'
+    common folder, with slashes.
+    """
+
+    path: Path | str
     name: str
 
     @property
     def stem(self) -> str:
-        """The file's name without extensions: the source of rows that name none."""
+        """The name of the file or folder without extensions: the source of rows that name none."""
         return Path(_PARQUET.sub("", _JSONL.sub("", self.name))).name
 
     @property
-    def format(self) -> Literal["jsonl", "parquet"]:
+    def format(self) -> str:
         return "parquet" if _PARQUET.search(self.name) else "jsonl"
 
-    def rows(self, *, content: str | None = None, skip_unreadable: bool = False) -> Iterator[Row]:
-        """Stream the rows in file order; raises ``ShardError`` for what cannot be read."""
-        if self.format == "parquet":
-            return read_parquet(self.path, content=content)
-        return read_jsonl(self.path, content=content, skip_unreadable=skip_unreadable)
+    def files(self) -> tuple[Path, ...]:
+        """Every file of a local shard, in order."""
+        return (self._path(),)
 
-    def copy(self, out: Path, keep: NDArray[np.bool_]) -> None:
+    def rows(
+        self, reading: Reading = DEFAULTS, findings: list[Finding] | None = None
+    ) -> Iterator[Row]:
+        """Stream the rows in order; what a careful reader should know is added to ``findings``.
+
+        Raises ``ShardError`` for what cannot be read. With ``on_error="skip"`` a row that cannot be
+        read is ``UNREADABLE`` and a shard that is cut off ends there, each with a finding.
+        """
+        found = Findings(findings)
+        try:
+            yield from self._module().rows(self._path(), reading, found)
+        except ShardError as error:
+            if reading.on_error == "raise":
+                raise
+            found.lost(error.row, error.message)
+        finally:
+            found.close()
+
+    def copy(self, out: Path, keep: NDArray[np.bool_], reading: Reading = DEFAULTS) -> None:
         """Write the kept rows (bool [n_rows]) to ``out``, which appears whole or not at all."""
-        if keep.all():
+        if keep.all() and reading.on_error == "raise":
             # Nothing to remove: the child is the parent, byte for byte.
-            with self.path.open("rb") as source, atomic(out) as sink:
+            with self._path().open("rb") as source, atomic(out) as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
-        elif self.format == "parquet":
-            copy_parquet(self.path, out, keep)
         else:
-            copy_jsonl(self.path, out, keep)
+            self._module().copy(self._path(), out, keep, reading)
 
-    def count(self) -> int:
+    def count(self, reading: Reading = DEFAULTS) -> int:
         """Number of rows, without parsing them."""
-        return count_parquet(self.path) if self.format == "parquet" else count_jsonl(self.path)
+        return int(self._module().count(self._path(), reading))
+
+    @contextmanager
+    def local(self, scratch: Path) -> Iterator[Shard]:
+        """The shard on this machine: itself, or a copy in ``scratch`` removed at the end."""
+        yield self
+
+    def _module(self) -> ModuleType:
+        return parquet if self.format == "parquet" else jsonl
+
+    def _path(self) -> Path:
+        if isinstance(self.path, str):
+            raise ShardError("is not on this machine", path=self.path)
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -129,7 +160,7 @@ def check_out(out: Path, inputs: Inputs) -> None:
     """
     target = out.resolve()
     for shard in inputs.shards:
-        if shard.path.resolve().is_relative_to(target):
+        if Path(shard.path).resolve().is_relative_to(target):
             raise ShardError(
                 f"the output folder contains the input {shard.path}",
                 path=out,

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.clean.row import Row
+from auditor.clean.row import Reading, Row
 from auditor.clean.shards import Shard, check_out, find_shards
 from auditor.errors import ShardError
 from auditor.files import atomic, sha256
@@ -59,11 +59,12 @@ def sketch(
             if named:
                 keys.append(np.asarray([exact_hash(str(row.sample_id).encode()) for row in named]))
                 sketches.append(compact([row.content for row in named]))
+        (path,) = shard.files()
         shards.append(
             {
                 "path": str(shard.path),
-                "bytes": shard.path.stat().st_size,
-                "sha256": sha256(shard.path),
+                "bytes": path.stat().st_size,
+                "sha256": sha256(path),
                 "rows": n_rows,
             }
         )
@@ -94,6 +95,6 @@ def sketch(
 
 
 def _batches(shard: Shard, content: str | None) -> Iterator[list[Row]]:
-    rows = shard.rows(content=content)
+    rows = shard.rows(Reading(content=content))
     while batch := list(islice(rows, _BATCH_ROWS)):
         yield batch

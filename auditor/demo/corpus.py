@@ -111,7 +111,7 @@ class ShardRows(Dataset):
                 "text": str(row.content),
                 "id": row.sample_id,
                 "source": row.source,
-                "shard": shard.path.name,
+                "shard": Path(shard.path).name,
                 "row": number,
             }
             for shard in find_shards([str(path) for path in shards]).shards

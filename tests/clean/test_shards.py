@@ -13,6 +13,7 @@ import pytest
 import zstandard
 from jsonl_files import write_jsonl
 
+from auditor.clean.row import Reading
 from auditor.clean.shards import Shard, begin_out, check_out, find_shards
 from auditor.errors import ShardError
 from auditor.files import atomic
@@ -109,7 +110,10 @@ def test_rows_take_token_ids_where_there_is_no_text(tmp_path: Path, column: str)
 
 def test_rows_follow_a_dotted_content_path(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"data": {"body": {"text": "deep"}}}, {"data": 1}])
-    assert [r.content for r in shard(path).rows(content="data.body.text")] == ["deep", None]
+    assert [r.content for r in shard(path).rows(Reading(content="data.body.text"))] == [
+        "deep",
+        None,
+    ]
 
 
 def test_rows_name_the_columns_found_where_there_is_no_content(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_rows_let_unreadable_lines_through_on_request_only(tmp_path: Path) -> No
     path.write_bytes(b'{"text": "x"}\n{"text": "cut\n{"text": "y"}\n')
     with pytest.raises(ShardError, match=r"a\.jsonl, row 1: .*--on-error skip"):
         list(shard(path).rows())
-    assert [r.readable for r in shard(path).rows(skip_unreadable=True)] == [True, False, True]
+    assert [r.readable for r in shard(path).rows(Reading(on_error="skip"))] == [True, False, True]
 
 
 # Copies

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from auditor.clean.row import Row, choose_content, identity_of, without_padding
+from auditor.clean.row import Findings, Reading, Row, choose_content, identity_of, without_padding
 from auditor.errors import ShardError
 from auditor.files import atomic
 from auditor.schema import ID_COLUMNS, MASK_COLUMN
@@ -33,7 +33,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def read_parquet(path: Path, *, content: str | None) -> Iterator[Row]:
+def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
     """Rows in file order; cells that hold no content (null, undecodable) give ``content=None``."""
     with _opened(path) as file:
         names = file.schema_arrow.names
@@ -44,7 +44,7 @@ def read_parquet(path: Path, *, content: str | None) -> Iterator[Row]:
                 path=path,
                 remedy="Rename or remove the repeated columns",
             )
-        column = choose_content(names, content, path)
+        column = choose_content(names, reading.content, path)
         if column not in names:
             raise ShardError(
                 f"no column {column!r}; nested columns are read from JSON Lines only",
@@ -52,16 +52,20 @@ def read_parquet(path: Path, *, content: str | None) -> Iterator[Row]:
                 remedy="Name a column at the top level with --content",
             )
         _check_type(file.schema_arrow.field(column).type, column, path)
-        wanted = (*ID_COLUMNS, "source", "meta", MASK_COLUMN)
+        wanted = dict.fromkeys((*ID_COLUMNS, "source", "meta", MASK_COLUMN, *reading.columns))
         others = [name for name in wanted if name in names and name != column]
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column, *others]):
             fields = [batch.column(name).to_pylist() for name in others]
             for i, value in enumerate(_contents(batch.column(column))):
                 own = {n: c[i] for n, c in zip(others, fields, strict=True)}
-                yield Row(without_padding(value, own.get(MASK_COLUMN)), *identity_of(own))
+                yield Row(
+                    without_padding(value, own.get(MASK_COLUMN)),
+                    *identity_of(own),
+                    columns=tuple([own.get(name) for name in reading.columns]),
+                )
 
 
-def copy_parquet(path: Path, out: Path, keep: NDArray[np.bool_]) -> None:
+def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> None:
     """Write the kept rows with the input's schema, metadata, row groups and compression.
 
     Holds one row group in memory. Raises ``ShardError`` if the number of rows has changed.
@@ -87,7 +91,7 @@ def copy_parquet(path: Path, out: Path, keep: NDArray[np.bool_]) -> None:
                     writer.write_table(kept, row_group_size=max(kept.num_rows, 1))
 
 
-def count_parquet(path: Path) -> int:
+def count(path: Path, reading: Reading) -> int:
     """Rows of a shard, from its footer."""
     with _opened(path) as file:
         return int(file.metadata.num_rows)

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from auditor.clean.row import (
     UNREADABLE,
+    Findings,
+    Reading,
     Row,
     choose_content,
     content_of,
@@ -112,7 +114,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         ) from error
 
 
-def read_jsonl(path: Path, *, content: str | None, skip_unreadable: bool) -> Iterator[Row]:
+def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
     """Rows in file order. Raises ``ShardError`` for a line that is not JSON unless skipping."""
     column: str | None = None
     held: list[Any] = []  # rows read before the content column is settled
@@ -121,35 +123,42 @@ def read_jsonl(path: Path, *, content: str | None, skip_unreadable: bool) -> Ite
         try:
             fields = _parse(line, first=row == 0)
         except (ValueError, RecursionError) as error:
-            if not skip_unreadable:
-                raise _unreadable(path, row, line, error) from error
+            refusal = _unreadable(path, row, line, error)
+            if reading.on_error == "raise":
+                raise refusal from error
+            findings.lost(row, refusal.message)
             fields = UNREADABLE
         if column is not None:
-            yield _row(fields, column)
+            yield _row(fields, column, reading.columns)
             continue
         held.append(fields)
         if isinstance(fields, dict):
             columns.update(dict.fromkeys(fields))
         if len(held) == _N_ROWS_TO_CHOOSE:
-            column = choose_content(columns, content, path)
-            yield from (_row(earlier, column) for earlier in held)
+            column = choose_content(columns, reading.content, path)
+            yield from (_row(earlier, column, reading.columns) for earlier in held)
             held.clear()
     if held:
         if not columns and all(fields is UNREADABLE for fields in held):
-            column = content or TEXT_COLUMNS[0]
+            column = reading.content or TEXT_COLUMNS[0]
         else:
-            column = choose_content(columns, content, path)
-        yield from (_row(earlier, column) for earlier in held)
+            column = choose_content(columns, reading.content, path)
+        yield from (_row(earlier, column, reading.columns) for earlier in held)
 
 
-def copy_jsonl(path: Path, out: Path, keep: NDArray[np.bool_]) -> None:
+def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> None:
     """Write the kept rows' lines, byte for byte, compressed as the input is."""
     with atomic(out) as file, _compressed(file, compression_of(path)) as sink:
         n_rows = 0
-        for line in read_lines(path):
-            if n_rows < len(keep) and keep[n_rows]:
-                sink.write(line)
-            n_rows += 1
+        try:
+            for line in read_lines(path):
+                if n_rows < len(keep) and keep[n_rows]:
+                    sink.write(line)
+                n_rows += 1
+        except ShardError:
+            # Of a file that is cut off, what could be read is copied.
+            if reading.on_error == "raise":
+                raise
         if n_rows != len(keep):
             raise ShardError(
                 f"had {len(keep)} rows when it was read and has {n_rows} now",
@@ -158,7 +167,7 @@ def copy_jsonl(path: Path, out: Path, keep: NDArray[np.bool_]) -> None:
             )
 
 
-def count_jsonl(path: Path) -> int:
+def count(path: Path, reading: Reading) -> int:
     """Rows of a shard, without parsing them."""
     return sum(1 for _ in read_lines(path))
 
@@ -182,18 +191,27 @@ def _parse(line: bytes, *, first: bool) -> Any:
     return json.loads(line.decode("utf-8-sig" if first else "utf-8"))
 
 
-def _row(fields: Any, column: str) -> Row:
+def _row(fields: Any, column: str, further: tuple[str, ...]) -> Row:
     if fields is UNREADABLE:
         return UNREADABLE
     if not isinstance(fields, dict):
-        return Row(None, None, None)
+        return Row(None, None, None, columns=(None,) * len(further))
+    value = _at(fields, column)
+    return Row(
+        without_padding(content_of(value), fields.get(MASK_COLUMN)),
+        *identity_of(fields),
+        columns=tuple([_at(fields, name) for name in further]),
+    )
+
+
+def _at(fields: dict[str, Any], column: str) -> Any:
+    """The value of a column, or at a dotted path."""
     value: Any = fields.get(column)
     if value is None and "." in column:
         value = fields
         for part in column.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-    sample_id, source = identity_of(fields)
-    return Row(without_padding(content_of(value), fields.get(MASK_COLUMN)), sample_id, source)
+    return value
 
 
 def _unreadable(path: Path, row: int, line: bytes, error: Exception) -> ShardError:
