@@ -9,7 +9,7 @@ import numpy as np
 
 from auditor.ledger import NULL, Frame
 from auditor.measure.baseline import HeadBaselines
-from auditor.measure.spectrum import VARIANTS, rank_ratio, residual_similarity, spectrum
+from auditor.measure.spectrum import VARIANTS, Forms, rank_ratio, residual_similarity
 from auditor.record.capture import Captured
 from auditor.record.sites import Site
 
@@ -93,14 +93,17 @@ class Signals:
     def _of_block(self, layer: int, matrix: np.ndarray, inputs: np.ndarray | None) -> Iterator[Row]:
         """A block's output [n, D], and its input at the same positions."""
         n = len(matrix)
+        forms = Forms(matrix)
+        raw = forms.spectrum("raw")
         for variant in VARIANTS:
-            found = spectrum(matrix, variant)
-            more = {"variant": variant, "n_rows": n}
-            yield self._row("token_rank", layer, found.ratio(), **more)
-            yield self._row("token_rank_full", layer, found.ratio(None), **more)
-            yield self._row("effective_rank", layer, found.effective_rank, **more)
-            if variant == "raw":
-                yield self._row("spectral_gap", layer, found.gap, **more)
+            ratio = raw.ratio() if variant == "raw" else forms.ratio(variant)
+            yield self._row("token_rank", layer, ratio, variant=variant, n_rows=n)
+        for signal, value in (
+            ("token_rank_full", raw.ratio(None)),
+            ("effective_rank", raw.effective_rank),
+            ("spectral_gap", raw.gap),
+        ):
+            yield self._row(signal, layer, value, variant="raw", n_rows=n)
         finite = np.abs(matrix[np.isfinite(matrix)])
         yield self._row("max_abs", layer, float(finite.max()) if len(finite) else np.nan)
         if inputs is not None and inputs.shape == matrix.shape:

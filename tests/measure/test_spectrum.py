@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from auditor.measure.spectrum import (
     attention_entropy,
     effective_rank,
+    largest_values_of_gram,
     rank_ratio,
     singular_values,
     variant_of,
@@ -42,16 +43,63 @@ def test_rank_ratio_equals_float64_svd(variant: str, n: int, d: int, decay: floa
     assert rank_ratio(rows, variant) == pytest.approx(ratio_by_svd(rows, variant), abs=1e-3)
 
 
+ORDER = np.arange(512)
+RNG = np.random.default_rng(6)
+SPECTRA = {
+    "flat": np.ones(512),
+    "rank one": np.where(ORDER < 1, 1.0, 1e-6),
+    "one huge": np.where(ORDER < 1, 1e3, 1.0),
+    "five huge": np.where(ORDER < 5, 1e3 * (1 + ORDER), 1.0),
+    "cluster across the 20th": np.where(
+        ORDER < 15, 3.0, np.where(ORDER < 60, 1 + 1e-3 * (60 - ORDER), 0.5)
+    ),
+    "step at the 19th": np.where(ORDER < 19, 1.0, 0.99),
+    "ten and a floor": np.where(ORDER < 10, 1.0, 0.6),
+    "a hundred alike": np.where(ORDER < 10, 10.0, np.where(ORDER < 100, 1.0, 0.1)),
+    "exponential": np.exp(-0.05 * ORDER),
+    "slow exponential and one large": np.exp(-1e-3 * ORDER) * np.where(ORDER < 1, 10.0, 1.0),
+    "power law": 1.0 / (1 + ORDER),
+    "slow power law and one large": (1.0 + ORDER) ** -0.1 * np.where(ORDER < 1, 10.0, 1.0),
+    "uniform and one large": np.where(ORDER < 1, 10.0, RNG.uniform(0.5, 1.0, 512)),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_largest_values_give_the_ratio_of_spectra_that_are_hard_to_find(name: str) -> None:
+    s = np.sort(SPECTRA[name])[::-1]
+    basis = np.linalg.qr(np.random.default_rng(7).normal(size=(512, 512)))[0]
+    found = largest_values_of_gram((basis * s**2) @ basis.T)
+    assert found.shape == (20,)
+    assert effective_rank(found) / 20 == pytest.approx(effective_rank(s[:20]) / 20, abs=1e-3)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 1.0, 10.0])
 @pytest.mark.parametrize("variant", ["raw", "centred", "column"])
-def test_rank_ratio_of_sampled_rows_is_near_that_of_all(variant: str) -> None:
-    """512 evenly spaced rows of 8,192 correlated ones: within .03 of the ratio of all."""
-    rng = np.random.default_rng(0)
-    steps = rng.normal(size=(8192, 128)) * np.exp(-0.05 * np.arange(128))
-    rows = np.zeros_like(steps)
-    for t in range(1, len(steps)):  # neighbours resemble each other, as positions do
-        rows[t] = 0.8 * rows[t - 1] + steps[t]
-    sampled = rows[np.arange(512) * len(rows) // 512]
-    assert rank_ratio(sampled, variant) == pytest.approx(ratio_by_svd(rows, variant), abs=0.03)
+def test_rank_ratio_of_noise_beside_a_common_direction(variant: str, mean: float) -> None:
+    """The edge of the noise is dense, and one large value makes the ratio feel all the others."""
+    for width in (300, 512, 2048):
+        rows = (np.random.default_rng(width).normal(size=(512, width)) + mean).astype(np.float32)
+        assert rank_ratio(rows, variant) == pytest.approx(ratio_by_svd(rows, variant), abs=1e-3)
+
+
+def test_largest_values_do_not_depend_on_what_was_decomposed_before() -> None:
+    rows = np.random.default_rng(8).normal(size=(2, 400, 300)) * np.exp(-0.02 * np.arange(300))
+    first, second = (largest_values_of_gram(one.T @ one) for one in rows)
+    assert np.array_equal(largest_values_of_gram(rows[1].T @ rows[1]), second)
+    assert np.array_equal(largest_values_of_gram(rows[0].T @ rows[0]), first)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_largest_values_of_degenerate_matrices(value: float) -> None:
+    found = largest_values_of_gram(np.full((400, 400), value))
+    assert np.array_equal(found, np.full(20, 0.0 if value == 0.0 else math.nan), equal_nan=True)
+
+
+def test_large_mean_does_not_drown_what_is_left_once_centred() -> None:
+    rows = np.random.default_rng(9).normal(size=(400, 500)) * np.exp(-0.03 * np.arange(500))
+    shifted = rows + 1e4
+    assert rank_ratio(shifted, "centred") == pytest.approx(ratio_by_svd(rows, "centred"), abs=1e-6)
+    assert rank_ratio(shifted, "raw") == pytest.approx(ratio_by_svd(shifted, "raw"), abs=1e-6)
 
 
 @given(st.integers(1, 20))
