@@ -78,18 +78,21 @@ def elements_tokens(ids: NDArray[Any]) -> NDArray[np.uint64]:
     return np.asarray(mix_all(flat.view(np.uint64)))
 
 
-def borders_text(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each element begins and ends in the text, in characters: i64 [n_elements] each."""
+def located_text(text: str) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+    """``elements_text``, and where each element begins and ends in the text as it is.
+
+    u64, i64 and i64 [n_elements], the places in characters.
+    """
     data = np.frombuffer(lowered(text), np.uint8)
     out = np.empty(len(data), np.uint64)
     begins, ends = np.empty(len(data), np.int64), np.empty(len(data), np.int64)
     n = _elements(data, parts_table(), out, begins, ends)
-    begins, ends = begins[:n].copy(), ends[:n].copy()
+    begins, ends = begins[:n], ends[:n]
     if len(text.lower()) != len(text):
         # A letter may become two in lower case; positions are those in the text as it is.
         origin = np.repeat(np.arange(len(text)), [len(letter.lower()) for letter in text])
         begins, ends = origin[begins], origin[ends - 1] + 1
-    return begins, ends
+    return out[:n], begins, ends
 
 
 def seeds(
@@ -114,6 +117,11 @@ def seeds(
     return out[: _seeds(values, offsets, n_elements, _seed_length(n_elements), position, out)]
 
 
+def windows_of(records: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many windows each record has, i64 [n_records]."""
+    return records[:, 1] & _MOST_WINDOWS
+
+
 class FirstOccurrences:
     """The first occurrence of every window whose seed occurs more than once.
 
@@ -133,7 +141,7 @@ class FirstOccurrences:
 
         Equality is that of 64-bit hashes; ``cover`` compares the elements.
         """
-        n_windows = int((records[:, 1] & _MOST_WINDOWS).sum())
+        n_windows = int(windows_of(records).sum())
         out = np.empty((n_windows, 3), np.int64)
         self._keys, self._firsts, self._used, n = _duplicates(
             self._values, records[:, 1].copy(), self._n_elements, self._keys, self._firsts,
@@ -147,7 +155,7 @@ def repeated(records: NDArray[np.int64], n_elements: int) -> NDArray[np.bool_]:
     ordered = np.sort(records[:, 0])
     several = ordered[1:][ordered[1:] == ordered[:-1]]
     # A row that goes on repeating itself has one seed over many windows.
-    found = (records[:, 1] & _MOST_WINDOWS) > n_elements
+    found = windows_of(records) > n_elements
     if len(several):
         places = np.minimum(np.searchsorted(several, records[:, 0]), len(several) - 1)
         found |= several[places] == records[:, 0]

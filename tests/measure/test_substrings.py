@@ -15,11 +15,11 @@ from auditor.measure.sketch import element_hashes_text
 from auditor.measure.substrings import (
     MAX_ELEMENTS,
     FirstOccurrences,
-    borders_text,
     cover,
     cut,
     elements_text,
     elements_tokens,
+    located_text,
     repeated,
     seeds,
 )
@@ -205,9 +205,9 @@ def test_elements_are_equal_where_words_or_characters_are(a: str, b: str) -> Non
 
 @settings(deadline=None)
 @given(texts)
-def test_borders_locate_the_elements_in_the_text_as_it_is(text: str) -> None:
-    begins, ends = borders_text(text)
-    assert len(begins) == len(ends) == len(elements_text(text))
+def test_elements_are_located_in_the_text_as_it_is(text: str) -> None:
+    elements, begins, ends = located_text(text)
+    assert elements.tolist() == elements_text(text).tolist()
     assert (begins < ends).all()
     for begin, end, word in zip(begins, ends, words_and_characters(text), strict=True):
         # The dot that "İ" leaves in lower case is no word character, and a sigma is another
