@@ -11,9 +11,10 @@ folder that is removed at the end:
 Seeds are spread over files by their value, so that all windows that may be equal meet in one file,
 and runs of duplicates by their position. One file at a time is in memory.
 
-Memory, in bytes: 8 per row; 30 times the largest row or ``_BATCH_ELEMENTS``; of the largest seeds
-file (all records / ``n_partitions``, or those of the most frequent seed) 50 per record and up to
-100 per distinct window of its repeated seeds; 250 per span found.
+Memory, in bytes: 16 per row; 40 per element of a batch, which is ``_BATCH_ELEMENTS`` or the largest
+row; of the largest seeds file (all records / ``n_partitions``, or all of the most frequent seed) 60
+per record and up to 100 per distinct window of its repeated seeds; of the largest windows file 72
+per run; 250 per span found.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ N_ELEMENTS: Final = 50
 """Elements from which on a span counts: that of Lee et al. 2021, who counted tokens."""
 
 _BATCH_ELEMENTS: Final = 1 << 21
+_BATCH_ROWS: Final = 1 << 16
 _CHUNK_WINDOWS: Final = 1 << 21
 
 Content = str | NDArray[np.int64] | None
@@ -184,37 +186,38 @@ def _collect(
 ) -> _Corpus:
     """Write the elements of every row, and the seeds of its windows."""
     path = folder / "elements"
-    lengths: list[NDArray[np.int64]] = []
-    shard_starts = [0]
+    n_rows: list[int] = []
+    lengths = [np.zeros(1, np.int64)]
     total = 0
-    with path.open("wb") as file:
+
+    def rows() -> Iterator[NDArray[np.uint64]]:
         for i, shard in enumerate(shards):
             tell("read", i, len(shards))
-            n_rows = 0
-            for batch in _batches(shard, reading, folder):
-                values = np.concatenate(batch)
-                offsets = np.cumsum([0, *map(len, batch)])
-                file.write(values.tobytes())
-                found = seeds(values, offsets, n_elements, total)
-                # A seed is a minimum of hashes: its lower bits are still evenly spread.
-                records.add(found, found[:, 0] % len(records))
-                lengths.append(np.diff(offsets))
-                n_rows += len(batch)
-                total += len(values)
-            shard_starts.append(shard_starts[-1] + n_rows)
-    tell("read", len(shards), len(shards))
-    starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
-    return _Corpus(path, starts, np.array(shard_starts))
+            n_rows.append(0)
+            for content in _contents(shard, reading, folder):
+                n_rows[-1] += 1
+                yield _elements(content)
+        tell("read", len(shards), len(shards))
+
+    with path.open("wb") as file:
+        for batch in _batches(rows()):
+            values = np.concatenate(batch)
+            lengths.append(np.fromiter(map(len, batch), np.int64, len(batch)))
+            file.write(values.tobytes())
+            found = seeds(values, np.append(0, np.cumsum(lengths[-1])), n_elements, total)
+            # A seed is a minimum of hashes: its lower bits are still evenly spread.
+            records.add(found, found[:, 0] % len(records))
+            total += len(values)
+    return _Corpus(path, np.cumsum(np.concatenate(lengths)), np.cumsum([0, *n_rows]))
 
 
-def _batches(shard: Shard, reading: Reading, folder: Path) -> Iterator[list[NDArray[np.uint64]]]:
-    """Elements of a shard's rows, some rows at a time."""
+def _batches(rows: Iterator[NDArray[np.uint64]]) -> Iterator[list[NDArray[np.uint64]]]:
     batch: list[NDArray[np.uint64]] = []
     size = 0
-    for content in _contents(shard, reading, folder):
-        batch.append(_elements(content))
-        size += len(batch[-1])
-        if size >= _BATCH_ELEMENTS:
+    for row in rows:
+        batch.append(row)
+        size += len(row)
+        if size >= _BATCH_ELEMENTS or len(batch) == _BATCH_ROWS:
             yield batch
             batch, size = [], 0
     if batch:
