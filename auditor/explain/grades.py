@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import polars as pl
 
 from auditor import schema
-from auditor.measure.grading import DEFAULT_POLICY, Policy
-from auditor.measure.judging import JUDGED, Judge, Judgement
+from auditor.measure.grading import DEFAULT_POLICY, Alert, Policy
+from auditor.measure.judging import JUDGED, STEP_SIGNALS, Judge, Judgement, StepJudge
 from auditor.run import Run, polars_schema
 
 
@@ -31,16 +31,16 @@ def policy_of(run: Run) -> Policy:
 
 
 def judgements_of(
-    signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY
+    signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY, rank: int | None = None
 ) -> Iterator[tuple[int, Judgement]]:
-    """Every sampled step judged, with its attempt, in order. Of several ranks, the first.
+    """Every sampled step of a rank (None: the first) judged, with its attempt, in order.
 
     Each attempt is judged on its own, as it was live.
     """
     kind = graded_kind(signals)
-    wanted = signals.filter(
-        pl.col("signal").is_in(list(JUDGED)) & (pl.col("rank") == pl.col("rank").min())
-    ).select("attempt", "step", "kind", "layer", "variant", "signal", "value")
+    wanted = signals.filter(pl.col("signal").is_in(list(JUDGED)) & _of_rank(rank)).select(
+        "attempt", "step", "kind", "layer", "variant", "signal", "value"
+    )
     wanted = wanted.with_columns(pl.col("value").fill_null(math.nan))
     for (attempt,), own in wanted.sort("attempt", "step").group_by("attempt", maintain_order=True):
         judge = Judge(policy, graded=kind)
@@ -48,6 +48,39 @@ def judgements_of(
             judgement = judge.update(int(str(step)), sample.to_dicts())
             if judgement is not None:
                 yield int(str(attempt)), judgement
+
+
+def step_alerts_of(
+    signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY, rank: int | None = None
+) -> Iterator[tuple[int, Alert]]:
+    """Alerts of losses and gradient norms of a rank (None: the first), with their attempt."""
+    of_steps = signals.filter(
+        (pl.col("kind") == "step") & pl.col("signal").is_in(STEP_SIGNALS) & _of_rank(rank)
+    ).with_columns(pl.col("value").fill_null(math.nan))
+    for (attempt,), own in of_steps.sort("attempt").group_by("attempt", maintain_order=True):
+        if own["value"].is_finite().all():
+            continue
+        judge = StepJudge(policy)
+        wide = own.pivot("signal", index="step", values="value").sort("step")
+        for row in wide.iter_rows(named=True):
+            step, values = row.pop("step"), {n: v for n, v in row.items() if v is not None}
+            for alert in judge.update(step, values):
+                yield int(str(attempt)), alert
+        for alert in judge.end():
+            yield int(str(attempt)), alert
+
+
+def alerts_of(
+    judged: Iterable[tuple[int, Judgement]], of_steps: Iterable[tuple[int, Alert]]
+) -> list[Alert]:
+    """All alerts in order of attempts and steps; those of a sample before those of its step."""
+    sampled = ((attempt, alert) for attempt, one in judged for alert in one.alerts)
+    numbered = sorted([*sampled, *of_steps], key=lambda one: (one[0], one[1].step))
+    return [alert for _, alert in numbered]
+
+
+def _of_rank(rank: int | None) -> pl.Expr:
+    return pl.col("rank") == (pl.col("rank").min() if rank is None else rank)
 
 
 def grades_of(signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY) -> pl.DataFrame:

@@ -156,18 +156,17 @@ class Deviations:
         ``graded``: probe or live, whichever is graded. ``warm``: whether the warm-up is over.
         """
 
-        def values(signal: str, kind: str, **more: Any) -> list[float]:
-            return [
-                row["value"]
-                for row in rows
-                if row["signal"] == signal
-                and row["kind"] == kind
-                and all(row.get(name) == wanted for name, wanted in more.items())
-                and math.isfinite(row["value"])
-            ]
+        finite: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if math.isfinite(row["value"]):
+                finite.setdefault((row["signal"], row["kind"]), []).append(row)
 
-        def first(signal: str, kind: str, **more: Any) -> float:
-            return next(iter(values(signal, kind, **more)), math.nan)
+        def values(signal: str, kind: str) -> list[float]:
+            return [row["value"] for row in finite.get((signal, kind), ())]
+
+        def first(signal: str, kind: str, layer: int | None = None) -> float:
+            found = finite.get((signal, kind), ())
+            return next((row["value"] for row in found if row.get("layer") == layer), math.nan)
 
         entropies = values("entropy_mean", graded)
         measured = {

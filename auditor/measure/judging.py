@@ -1,13 +1,16 @@
 """A sampled step judged: its grade, which signals left their normal, and what a person is told.
 
+Also the loss and gradient norm of every step, which have to be finite.
+
 The monitor does it live, the report and ``auditor grade`` do it again from the recorded signals:
 one definition, the same rows, the same result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from auditor.measure.baseline import Deviation, Deviations
@@ -20,6 +23,12 @@ JUDGED: Final = frozenset(
     }
 )  # fmt: skip
 """Signals that are looked at; the others are for people to read."""
+
+STEP_SIGNALS: Final = ("loss", "grad_norm")
+"""Signals of every step that must be finite."""
+
+RECOVER_STEPS: Final = 50
+"""Finite steps in a row until it is told that such a signal has recovered."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,59 @@ class Judge:
         if signal == "non_finite":
             return alerts.update(grade, "danger", str(deviation), at_once=True)
         return alerts.update(grade, "watch", str(deviation), at_once=False)
+
+
+class StepJudge:
+    """Judges every step of one attempt in order: danger at once where a value is not finite.
+
+    A step that was discarded is there again once it was tried again, and its last values count: a
+    step is judged when the next one is known, or at the end. The norm of an attempt's first step is
+    left out: mixed precision begins with an overflow, and whether that step was discarded is not
+    known yet.
+    """
+
+    def __init__(self, policy: Policy = DEFAULT_POLICY) -> None:
+        policy = replace(policy, recover_samples=max(RECOVER_STEPS, policy.recover_samples))
+        self._alerts = {signal: Alerts(signal, policy) for signal in STEP_SIGNALS}
+        self._step: int | None = None
+        self._values: dict[str, float] = {}
+        self._is_first = True
+
+    @property
+    def expects_alert(self) -> bool:
+        """Whether the step that is not judged yet has a value that is not finite."""
+        return not all(map(math.isfinite, self._values.values()))
+
+    def update(self, step: int, values: Mapping[str, float]) -> list[Alert]:
+        """Take the ``STEP_SIGNALS`` of a step, those that were measured; judge the one before."""
+        if step == self._step:
+            self._values.update(values)
+            return []
+        alerts = self.end()
+        self._step, self._values = step, dict(values)
+        return alerts
+
+    def end(self) -> list[Alert]:
+        """Judge the last step."""
+        alerts = []
+        if self._step is not None:
+            grade = Grade(self._step, math.nan, None, None, "undefined")
+            for signal, value in self._values.items():
+                if self._is_first and signal == "grad_norm":
+                    continue
+                bad = not math.isfinite(value)
+                what = f"{signal} is {value}" if bad else f"{signal} is finite again"
+                called = "danger" if bad else ""
+                alerts.append(self._alerts[signal].update(grade, called, what, at_once=bad))
+            self._is_first = False
+        self._step, self._values = None, {}
+        return [alert for alert in alerts if alert is not None]
+
+
+def measured_of(columns: Mapping[str, Any], place: int) -> dict[str, float]:
+    """The ``STEP_SIGNALS`` of one of many steps, f64 [n] by name; a NaN norm was not measured."""
+    found = {name: float(columns[name][place]) for name in STEP_SIGNALS if name in columns}
+    return {name: v for name, v in found.items() if name == "loss" or not math.isnan(v)}
 
 
 def ratios_of(rows: Iterable[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from auditor.measure.baseline import memorisation
 from auditor.measure.grading import DEFAULT_POLICY, Alert, Grade, Policy, heads_fell
-from auditor.measure.judging import Judge, Judgement
+from auditor.measure.judging import Judge, Judgement, StepJudge, measured_of
 from auditor.measure.recovery import Checkpoint, RecoveryPlan, plan
 from auditor.record.capture import Captured
 from auditor.record.checkpoints import append_checkpoint
@@ -161,6 +161,8 @@ class GradeMonitor:
         self._signals = Signals(self.sites)
         self._graded = "live" if probe is None else "probe"
         self._judge = Judge(policy, graded=self._graded)
+        self._step_judge = StepJudge(policy)
+        self._hurry = False  # scalars are to be sent at the next step
         self._losses: collections.deque[float] = collections.deque(maxlen=SCALARS_STEPS)
         self._note()
         self._live.arm()
@@ -229,7 +231,7 @@ class GradeMonitor:
             }
         )
         self._recorder.hold_out(_token_rows(self._probe))
-        self._recorder.on_close.append(self._send_scalars)
+        self._recorder.on_close.append(self._end_scalars)
         self._recorder.on_stopped.append(self._close_exporters)
 
     @property
@@ -266,6 +268,7 @@ class GradeMonitor:
             if self._recorder.closed:  # by the sampler's close(): training goes on, so do we
                 self._recorder = recorder_for(self._run)
                 self._bytes_sent = self._bytes_analysed  # what it did not get to is lost
+                self._step_judge = StepJudge(self._policy)  # another attempt
                 self._note()
             self._step(loss, optimizer, step, grad_norm, sample_loss)
         except Exception as error:
@@ -318,7 +321,8 @@ class GradeMonitor:
                 self._told("lr", lambda: _rate_of(optimizer)),
             )
         )
-        if sampled or len(self._scalars) >= SCALARS_STEPS:
+        if sampled or self._hurry or len(self._scalars) >= SCALARS_STEPS:
+            self._hurry = False
             self._send_scalars()
         self._last_step = step
         if self._schedule.next_is_sampled(step):
@@ -453,15 +457,18 @@ class GradeMonitor:
         step = judgement.grade.step
         if judgement.suspicious:
             self._schedule.suspect(step)
-        for alert in judgement.alerts:
-            log.warning("auditor: %s", alert.message)
-            _append(self.alerts, alert)
-            self._new_alerts.append(alert)
+        self._raise(judgement.alerts)
         over = self._schedule.n_over_budget
         if over and not self._recorder.counts["samples_over_budget"]:
             log.warning("auditor: step %d: denser sampling has used up its budget=", step)
         if over:
             self._recorder.counts["samples_over_budget"] = over
+
+    def _raise(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            log.warning("auditor: %s", alert.message)
+            _append(self.alerts, alert)
+            self._new_alerts.append(alert)
 
     # -- per-step scalars ------------------------------------------------------------------
 
@@ -478,10 +485,14 @@ class GradeMonitor:
         def write() -> None:
             steps = [one.step for one in scalars]
             values = {name: fetch() for name, fetch in columns.items()}
+            # In the record a norm that is NaN is one that was not measured.
+            given = np.asarray([one.grad_norm is not None for one in scalars])
+            values["grad_norm"][given & np.isnan(values["grad_norm"])] = np.inf
             self._losses.extend(values["loss"].tolist())
             self._rates.extend(zip(steps, values["lr"].tolist(), strict=True))
             frame = scalars_frame({"step": np.asarray(steps, np.int64), **values})
             self._recorder.append_signals(frame)
+            self._judge_steps(steps, values)
             for i in range(n):
                 point = {
                     f"auditor/{name}": float(column[i])
@@ -491,6 +502,19 @@ class GradeMonitor:
                 self._exporting.send(steps[i], point)
 
         self._recorder.submit(write, what="scalars")
+
+    def _judge_steps(self, steps: Sequence[int], values: Mapping[str, Any]) -> None:
+        for place, step in enumerate(steps):
+            alerts = self._step_judge.update(step, measured_of(values, place))
+            self._raise(alerts)
+            if any(alert.level == "danger" for alert in alerts):
+                self._schedule.suspect(step)
+        # Whether the last step is tried again is known from the next one: send that soon.
+        self._hurry = self._step_judge.expects_alert
+
+    def _end_scalars(self) -> None:
+        self._send_scalars()
+        self._recorder.submit(lambda: self._raise(self._step_judge.end()), what="scalars")
 
 
 _monitors: weakref.WeakKeyDictionary[Recorder, GradeMonitor] = weakref.WeakKeyDictionary()

@@ -13,14 +13,36 @@ from rich.console import Console
 from rich.table import Table
 
 from auditor.errors import RunError
-from auditor.explain.grades import graded_kind, grades_table, judgements_of, policy_of
+from auditor.explain.grades import (
+    alerts_of,
+    graded_kind,
+    grades_table,
+    judgements_of,
+    policy_of,
+    step_alerts_of,
+)
 from auditor.measure.grading import Alert, Policy
 from auditor.run import Run
 
 
 @dataclass(frozen=True)
+class RankGraded:
+    """A rank by its own signals: ``grades`` has ``schema.GRADES``."""
+
+    rank: int
+    grades: pl.DataFrame
+    alerts: Sequence[Alert]
+
+    @property
+    def lowest(self) -> Mapping[str, Any] | None:
+        """The row of the lowest ratio after the warm-up, None without one."""
+        warm = self.grades.filter(pl.col("alert") != "warming").sort("ratio", nulls_last=False)
+        return warm.row(0, named=True) if len(warm) else None
+
+
+@dataclass(frozen=True)
 class Graded:
-    """A run graded by a policy.
+    """A run graded by a policy: its first rank, and the other ranks apart.
 
     ``grades``: ``schema.GRADES``; ``n_other``: sampled steps whose grade was another one live;
     ``n_live``: sampled steps with a live grade.
@@ -32,6 +54,8 @@ class Graded:
     alerts: Sequence[Alert]
     n_live: int
     n_other: int
+    rank: int = 0
+    others: Sequence[RankGraded] = ()
 
 
 def policy_from(path: Path | None, settings: Sequence[str], base: Policy) -> Policy:
@@ -76,17 +100,22 @@ def grade_run(run: Run, policy: Policy | None = None) -> Graded:
     if signals.filter(pl.col("signal") == "token_rank").is_empty():
         raise RunError("no signals to grade", path=run.path, remedy="Record it with a GradeMonitor")
     policy = policy_of(run) if policy is None else policy
-    judged = list(judgements_of(signals, policy))
     kind = graded_kind(signals)
-    grades = grades_table(judged, kind)
+    ranks = signals.filter(pl.col("signal") == "token_rank")["rank"].unique().sort().to_list()
+    first, *others = (_grade_rank(signals, policy, kind, rank) for rank in ranks)
     live = (
-        signals.filter((pl.col("signal") == "grade") & (pl.col("rank") == pl.col("rank").min()))
+        signals.filter((pl.col("signal") == "grade") & (pl.col("rank") == first.rank))
         .select("attempt", "step", live=pl.col("value").cast(pl.Int32))
-        .join(grades.select("attempt", "step", "grade"), on=["attempt", "step"])
+        .join(first.grades.select("attempt", "step", "grade"), on=["attempt", "step"])
     )
     n_other = int((live["live"].ne_missing(live["grade"])).sum())
-    alerts = [alert for _, judgement in judged for alert in judgement.alerts]
-    return Graded(policy, kind, grades, alerts, len(live), n_other)
+    return Graded(policy, kind, first.grades, first.alerts, len(live), n_other, first.rank, others)
+
+
+def _grade_rank(signals: pl.DataFrame, policy: Policy, kind: str, rank: int) -> RankGraded:
+    judged = list(judgements_of(signals, policy, rank))
+    alerts = alerts_of(judged, step_alerts_of(signals, policy, rank))
+    return RankGraded(rank, grades_table(judged, kind), alerts)
 
 
 def grades_as_json(graded: Graded) -> Mapping[str, Any]:
@@ -97,6 +126,16 @@ def grades_as_json(graded: Graded) -> Mapping[str, Any]:
         "grades": graded.grades.to_dicts(),
         "alerts": [asdict(_finite(alert)) for alert in graded.alerts],
         "live": {"sampled_steps": graded.n_live, "graded_otherwise": graded.n_other},
+        "rank": graded.rank,
+        "other_ranks": [
+            {
+                "rank": other.rank,
+                "sampled_steps": len(other.grades),
+                "lowest": other.lowest,
+                "alerts": [asdict(_finite(alert)) for alert in other.alerts],
+            }
+            for other in graded.others
+        ],
     }
 
 
@@ -123,15 +162,40 @@ def print_grades(console: Console, graded: Graded) -> None:
             "" if lowest["layer"] is None else str(lowest["layer"]),
             lowest["alert"],
         )
-    console.print(f"Graded on the {graded.kind} batch, {len(graded.grades):,} sampled steps.")
+    of_rank = f" of rank {graded.rank}" if graded.others else ""
+    console.print(
+        f"Graded on the {graded.kind} batch{of_rank}, {len(graded.grades):,} sampled steps."
+    )
     console.print(table)
     console.print()
     if not graded.alerts:
         console.print("No alert.")
     for alert in graded.alerts:
         console.print(alert.message, markup=False)
+    _print_others(console, graded)
     if graded.n_other:
         console.print(
             f"{graded.n_other:,} of {graded.n_live:,} sampled steps were graded otherwise live: "
             "by another policy, or an earlier version."
         )
+
+
+def _print_others(console: Console, graded: Graded) -> None:
+    """One line per further rank; alerts that the first rank did not raise at the same step."""
+    if not graded.others:
+        return
+    console.print()
+    known = {(alert.signal, alert.level, alert.step) for alert in graded.alerts}
+    for other in graded.others:
+        lowest = other.lowest
+        told = "warming" if lowest is None else f"lowest {_lowest(lowest)}"
+        console.print(f"Rank {other.rank}: {len(other.grades):,} sampled steps, {told}.")
+        for alert in other.alerts:
+            if (alert.signal, alert.level, alert.step) not in known:
+                console.print(f"  rank {other.rank}, {alert.message}", markup=False)
+
+
+def _lowest(row: Mapping[str, Any]) -> str:
+    if row["grade"] is None:
+        return f"undefined at step {row['step']:,}"
+    return f"S{row['grade']}, ratio {row['ratio']:.2f} at step {row['step']:,}"

@@ -5,6 +5,7 @@ What a frame holds is told where it is written: ``record/exposures.py`` and ``re
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,8 @@ import numpy as np
 from auditor.explain.composition import REPETITIVE_SHARE
 from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import least_equal
-from auditor.measure.grading import DEFAULT_POLICY, Alerts, Grade, Grader, Policy
-from auditor.measure.judging import ratios_of
+from auditor.measure.grading import DEFAULT_POLICY, Alert, Grade, Policy
+from auditor.measure.judging import JUDGED, Judge, StepJudge, measured_of
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
 from auditor.show import wording
 
@@ -36,7 +37,7 @@ SOURCES: Final = 4_096
 OTHER_SOURCES: Final = "other sources"
 
 _ATTENTION: Final = ("entropy_mean", "entropy_normalised", "entropy_min", "max_logit")
-_SHOWN: Final = frozenset({"token_rank", "sample_rank", "probe_loss", "grade", *_ATTENTION})
+_READ: Final = JUDGED | {"grade", *_ATTENTION}
 
 _PLACES: Final = 2**21
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -91,12 +92,21 @@ class SignalHistory:
         self.series: dict[str, deque[Point]] = {}
         self.graded: deque[Graded] = deque(maxlen=history)
         self.changes: deque[Notice] = deque(maxlen=NOTICES)
-        self.alerts: deque[Notice] = deque(maxlen=NOTICES)
+        self._alerts: deque[Notice] = deque(maxlen=NOTICES)
         self.policies: dict[int, Policy] = {}  # by attempt, where it has noted one
         self.step: tuple[int, int] | None = None  # attempt and step of the latest per-step signal
         self._attempt: int | None = None
-        self._judged: int | None = None  # attempt of the grader and the alerts
-        self._grader, self._alerts = Grader(), Alerts()
+        self._judge: Judge | None = None  # None before the attempt's first graded sample
+        self._step_judge = StepJudge()
+
+    @property
+    def alerts(self) -> Sequence[Notice]:
+        """As the monitor raises them, and that of the last step, which is not judged for good."""
+        pending: list[Notice] = []
+        if self._step_judge.expects_alert and self._attempt is not None:
+            ended = copy.deepcopy(self._step_judge).end()
+            pending = [_notice(self._attempt, alert) for alert in ended]
+        return [*self._alerts, *pending]
 
     def points(self, name: str) -> Sequence[Point]:
         return self.series.get(name, ())
@@ -117,8 +127,10 @@ class SignalHistory:
         if attempt != self._attempt:
             self._attempt = attempt
             every: list[deque[Any]] = [*self.series.values(), self.graded]
-            for facts in (*every, self.changes, self.alerts):
+            for facts in (*every, self.changes, self._alerts):
                 _drop_void(facts, attempt, step)
+            self._judge = None
+            self._step_judge = StepJudge(self.policies.get(attempt, DEFAULT_POLICY))
 
     def _take_scalars(self, attempt: int, frame: Frame) -> None:
         steps = frame.columns["step"].tolist()
@@ -128,6 +140,9 @@ class SignalHistory:
             for step, value in zip(steps, values.tolist(), strict=True):
                 if name == "loss" or not math.isnan(value):  # other NaN: not measured
                     self._add(name, Point(attempt, step, value))
+        for place, step in enumerate(steps):
+            alerts = self._step_judge.update(step, measured_of(frame.columns, place))
+            self._alerts.extend(_notice(attempt, alert) for alert in alerts)
         self.step = (attempt, steps[-1])
 
     def _take_sample(self, attempt: int, frame: Frame) -> None:
@@ -152,15 +167,17 @@ class SignalHistory:
         self, attempt: int, step: int, kind: str, rows: Sequence[Mapping[str, Any]]
     ) -> None:
         # The record has the grade, not the ratio: both come out of the same definition again.
-        before = self.graded[-1].grade if self.graded and attempt == self._judged else None
-        if attempt != self._judged:
+        if self._judge is None:
             policy = self.policies.get(attempt, DEFAULT_POLICY)
-            self._judged = attempt
-            self._grader, self._alerts = Grader(policy), Alerts(policy=policy)
-        grade = self._grader.update(
-            step, ratios_of(rows, kind, "raw"), ratios_of(rows, kind, "column")
-        )
-        for facts in (self.graded, self.changes, self.alerts):
+            self._judge = Judge(policy, graded=kind)
+            before = None
+        else:
+            before = self.graded[-1].grade if self.graded else None
+        judgement = self._judge.update(step, rows)
+        if judgement is None:
+            return
+        grade = judgement.grade
+        for facts in (self.graded, self.changes):
             _drop_void(facts, attempt, step)
         self.graded.append(Graded(attempt, kind, grade))
         if before is not None and before.grade != grade.grade and grade.alert != "warming":
@@ -168,14 +185,17 @@ class SignalHistory:
             if grade.layer is not None:
                 text += f", ratio {grade.ratio:.2f} in {wording.block(grade.layer)}"
             self.changes.append(Notice(attempt, step, "", text))
-        if alert := self._alerts.of_grade(grade):
-            text = alert.message.removeprefix(f"step {step}: ")
-            self.alerts.append(Notice(attempt, step, alert.level, text))
+        self._alerts.extend(_notice(attempt, alert) for alert in judgement.alerts)
 
     def _add(self, name: str, point: Point) -> None:
         points = self.series.setdefault(name, deque(maxlen=self._history))
         _drop_void(points, point.attempt, point.step)
         points.append(point)
+
+
+def _notice(attempt: int, alert: Alert) -> Notice:
+    text = alert.message.removeprefix(f"step {alert.step}: ")
+    return Notice(attempt, alert.step, alert.level, text)
 
 
 def _drop_void(facts: deque[Any], attempt: int, step: int) -> None:
@@ -191,10 +211,10 @@ def _is_void(old_attempt: int, old_step: int, attempt: int, step: int) -> bool:
 
 
 def _rows(frame: Frame) -> list[dict[str, Any]]:
-    """Rows of a sampled step that the dashboard shows, of the whole sequence."""
+    """Rows of a sampled step that are shown or judged, of the whole sequence."""
     signals = frame.strings["signal"]
     segments = frame.strings.get("segment") or [None] * len(signals)
-    at = [i for i, name in enumerate(signals) if name in _SHOWN and segments[i] is None]
+    at = [i for i, name in enumerate(signals) if name in _READ and segments[i] is None]
     kinds, variants = frame.strings["kind"], frame.strings["variant"]
     values = frame.columns["value"].tolist()
     layers, heads = frame.columns["layer"].tolist(), frame.columns["head"].tolist()

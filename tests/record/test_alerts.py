@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import threading
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,13 @@ import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from auditor import GradeMonitor, Run
+from auditor import AuditedSampler, GradeMonitor, Run
 from auditor.cli import main
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
-from auditor.explain.grades import judgements_of
+from auditor.explain.grades import alerts_of, judgements_of, step_alerts_of
 from auditor.measure.grading import Alert, Policy
 from auditor.record.actions import StopTraining
 from auditor.record.exporters import JSONLines
@@ -91,8 +96,113 @@ def test_alerts_of_a_finished_run_are_those_that_were_raised_live(
 ) -> None:
     run, monitor = damaged
     signals = Run.open(run).scan("signals").collect()
-    again = [alert for _, one in judgements_of(signals, EARLY) for alert in one.alerts]
+    again = alerts_of(judgements_of(signals, EARLY), step_alerts_of(signals, EARLY))
     assert again == monitor.alerts
+
+
+class SyncCounter(TorchDispatchMode):
+    """Counts reads of single values, each of which makes the host wait for a device."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train_on(
+    run: Path,
+    losses: Mapping[int, float] | None = None,
+    norms: Mapping[int, float] | None = None,
+    *,
+    n: int = 120,
+    skipped: Collection[int] = (),
+    **options: Any,
+) -> tuple[GradeMonitor, int]:
+    """Steps of which some are told a loss or norm of our choice; updates that are skipped.
+
+    Also how often an unsampled step read a value.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    monitor = GradeMonitor(model, run=run, every=50, budget=0.0, **options)
+    counter = SyncCounter()
+    loader = AuditedSampler(DataLoader(TensorDataset(windows(4 * n)), batch_size=4), run=run)
+    for number, (batch,) in enumerate(loader):
+        loss = next_byte_loss(model, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        told_loss = loss.detach() * 0 + (losses or {}).get(number, 1.0)
+        told_norm = norm * 0 + (norms or {}).get(number, 1.0)
+        sampled = monitor._live.seen
+        with contextlib.nullcontext() if sampled else counter:
+            monitor.step(told_loss, optimizer=optimizer, grad_norm=told_norm)
+        if number in skipped:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.close()
+    return monitor, counter.n
+
+
+def told(alerts: Sequence[Alert]) -> set[tuple[int, str, str]]:
+    return {(alert.step, alert.signal, alert.level) for alert in alerts}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_value_that_is_not_finite_is_danger_at_any_step_without_waiting_for_the_device(
+    value: float, tmp_path: Path
+) -> None:
+    monitor, n_reads = train_on(tmp_path / "run", losses={37: value}, norms={52: value})
+    assert n_reads == 0
+    assert told(monitor.alerts) == {
+        (37, "loss", "danger"),
+        (52, "grad_norm", "danger"),
+        (87, "loss", "recovered"),  # 50 finite steps later
+        (102, "grad_norm", "recovered"),
+    }
+    assert not monitor._recorder.failures
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    again = alerts_of(judgements_of(signals), step_alerts_of(signals))
+    assert [one.message for one in again] == [
+        one.message for one in sorted(monitor.alerts, key=lambda one: one.step)
+    ]
+    command = CliRunner().invoke(main, ["grade", str(tmp_path / "run")])
+    assert "step 37: danger: loss is" in command.output
+
+
+def test_last_step_is_judged_and_a_long_stretch_is_told_once(tmp_path: Path) -> None:
+    last, _ = train_on(tmp_path / "last", losses={19: math.nan}, n=20)
+    assert told(last.alerts) == {(19, "loss", "danger")}
+    stretch = dict.fromkeys(range(30, 120), math.nan)
+    monitor, _ = train_on(tmp_path / "run", losses=stretch)
+    assert told(monitor.alerts) == {(30, "loss", "danger")}
+
+
+def test_overflow_of_a_step_that_is_tried_again_is_no_alert(tmp_path: Path) -> None:
+    """Mixed precision does that every few thousand steps, and leaves the update out."""
+    monitor, _ = train_on(
+        tmp_path / "run", norms={0: math.inf, 33: math.inf, 34: math.nan}, skipped={0, 33, 34}
+    )
+    assert not monitor.alerts
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    assert not list(step_alerts_of(signals))
+
+
+def test_fault_in_judging_steps_is_counted_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("auditor.record.monitor.StepJudge.update", broken)
+    monitor, _ = train_on(tmp_path / "run", losses={5: math.nan})
+    assert sum(monitor._recorder.failures.values()) >= 1
+    losses = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "loss").collect()
+    assert len(losses) == 120  # recorded all the same
 
 
 def test_actions_run_on_the_training_thread_and_what_they_raise_stays_there(

@@ -815,6 +815,7 @@ def test_a_fall_is_told_as_change_and_alert_and_an_attempt_that_goes_back_takes_
     assert told == [
         (300, "", "grade S7 -> S2, ratio 0.25 in block 0"),
         (310, "danger", "danger: grade S2, ratio 0.25 in block 0"),
+        (310, "watch", "watch: entropy_mean 0.375, 1.12 is normal"),
     ]
     shown = screen_of(Situation(Path("run"), signals=history))
     assert "step 300: grade S7 -> S2" in shown
@@ -823,6 +824,24 @@ def test_a_fall_is_told_as_change_and_alert_and_an_attempt_that_goes_back_takes_
     assert not history.changes
     assert not history.alerts
     assert [one.step for one in history.graded][-2:] == [280, 290]
+
+
+def test_losses_that_are_not_finite_are_told_at_any_step_and_the_last_one_too() -> None:
+    history = SignalHistory()
+    history.take(0, scalars_frame([0, 1, 2]))
+    history.take(0, scalars_frame([3], math.nan))
+    told = [(one.step, one.level, one.text) for one in history.alerts]
+    assert told == [(3, "danger", "danger: loss is nan")]
+    assert "step 3: danger: loss is nan" in screen_of(Situation(Path("run"), signals=history))
+    history.take(0, scalars_frame([3]))  # tried again, as mixed precision does
+    history.take(0, scalars_frame([4, 5]))
+    assert not history.alerts
+    history.take(0, scalars_frame([6], math.inf))
+    history.take(0, scalars_frame([7]))
+    assert {(one.step, one.text) for one in history.alerts} == {
+        (6, "danger: loss is inf"),
+        (6, "danger: grad_norm is inf"),
+    }
 
 
 def test_a_step_that_was_tried_again_counts_as_it_was_measured_last() -> None:
