@@ -19,6 +19,7 @@ over all rows of the corpus, one after another.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any, Final, overload
 
@@ -26,16 +27,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from auditor.measure.sketch import (
-    _IS_UNSPACED,
-    _IS_WORD,
-    _MULTIPLIER,
-    _SEED,
-    classes_table,
-    decode,
-    lowered,
-    mix64,
-)
+from auditor.measure.sketch import mix64
 
 MAX_ELEMENTS: Final = 10_000
 """Longest window."""
@@ -44,9 +36,27 @@ MAX_POSITION: Final = 1 << 47
 """Elements of the largest corpus: a record holds a position and a count in 63 bits."""
 
 SEPARATOR, WORD_PART, ALONE = 0, 1, 2
+
+# Scripts written without spaces, as ``sketch.choose_shingle`` knows them.
+_UNSPACED_RANGES: Final = (
+    (0x0E00, 0x0FFF),
+    (0x1000, 0x109F),
+    (0x1780, 0x17FF),
+    (0x2E80, 0x2FDF),
+    (0x3005, 0x3007),
+    (0x3040, 0x30FF),
+    (0x31F0, 0x31FF),
+    (0x3400, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFF66, 0xFF9D),
+    (0x20000, 0x3FFFF),
+)
+
 _COUNT_BITS = 16
 _MOST_WINDOWS = (1 << _COUNT_BITS) - 1
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # of the rolling polynomial; odd
+_SEED = np.uint64(0xCBF29CE484222325)  # of a word
+_MULTIPLIER = np.uint64(0x9FB21C651E98DF25)
 
 
 @functools.cache
@@ -56,18 +66,26 @@ def parts_table() -> NDArray[np.uint8]:
     ``SEPARATOR``; ``WORD_PART``, which makes one element with its neighbours; or ``ALONE``, an
     element by itself.
     """
-    classes = classes_table()
-    word = (classes & _IS_WORD) != 0
-    alone = word & ((classes & _IS_UNSPACED) != 0)
-    return np.where(alone, ALONE, np.where(word, WORD_PART, SEPARATOR)).astype(np.uint8)
+    table = np.full(0x110000, SEPARATOR, np.uint8)
+    for match in re.finditer(r"\w+", "".join(map(chr, range(0x110000)))):
+        table[match.start() : match.end()] = WORD_PART
+    for low, high in _UNSPACED_RANGES:
+        scripts = table[low : high + 1]
+        scripts[scripts == WORD_PART] = ALONE
+    return table
+
+
+def _lowered(text: str) -> NDArray[np.uint32]:
+    # "surrogatepass": JSON may hold lone surrogates, and hashing must not fail on them.
+    return np.frombuffer(text.lower().encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 def elements_text(text: str) -> NDArray[np.uint64]:
     """64-bit hashes of a text's elements in order, u64 [n_elements]."""
-    data = np.frombuffer(lowered(text), np.uint8)
-    out = np.empty(len(data), np.uint64)
+    points = _lowered(text)
+    out = np.empty(len(points), np.uint64)
     none = np.empty(0, np.int64)
-    return out[: _elements(data, parts_table(), out, none, none)].copy()
+    return out[: _elements(points, parts_table(), out, none, none)].copy()
 
 
 def elements_tokens(ids: NDArray[Any]) -> NDArray[np.uint64]:
@@ -75,7 +93,7 @@ def elements_tokens(ids: NDArray[Any]) -> NDArray[np.uint64]:
     flat = np.ascontiguousarray(ids, np.int64)
     if flat.ndim != 1:
         raise ValueError(f"token ids of one sample must be 1-D, got shape {flat.shape}")
-    return np.asarray(mix_all(flat.view(np.uint64)))
+    return np.asarray(_mixed(flat.view(np.uint64)))
 
 
 def located_text(text: str) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
@@ -83,10 +101,10 @@ def located_text(text: str) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDAr
 
     u64, i64 and i64 [n_elements], the places in characters.
     """
-    data = np.frombuffer(lowered(text), np.uint8)
-    out = np.empty(len(data), np.uint64)
-    begins, ends = np.empty(len(data), np.int64), np.empty(len(data), np.int64)
-    n = _elements(data, parts_table(), out, begins, ends)
+    points = _lowered(text)
+    out = np.empty(len(points), np.uint64)
+    begins, ends = np.empty(len(points), np.int64), np.empty(len(points), np.int64)
+    n = _elements(points, parts_table(), out, begins, ends)
     begins, ends = begins[:n], ends[:n]
     if len(text.lower()) != len(text):
         # A letter may become two in lower case; positions are those in the text as it is.
@@ -228,7 +246,7 @@ def _seed_length(n_elements: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def mix_all(values):  # type: ignore[no-untyped-def]
+def _mixed(values):  # type: ignore[no-untyped-def]
     out = np.empty_like(values)
     for i in range(len(values)):
         out[i] = mix64(values[i])
@@ -236,42 +254,34 @@ def mix_all(values):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _elements(data, parts, out, begins, ends):  # type: ignore[no-untyped-def]
-    """Hashes of the elements, and their borders in code points where there is room for them."""
+def _elements(points, parts, out, begins, ends):  # type: ignore[no-untyped-def]
+    """Hashes of the elements, and their borders where there is room for them."""
     located = len(begins) > 0
     n = 0
     h = _SEED
+    begin = 0
     inside = False
-    at = 0  # code point
-    i = 0
-    while i < len(data):
-        point, width = decode(data, i, len(data))
-        part = parts[point]
+    for i in range(len(points) + 1):
+        part = parts[points[i]] if i < len(points) else SEPARATOR
         if inside and part != WORD_PART:
             out[n] = mix64(h)
             if located:
-                ends[n] = at
+                begins[n] = begin
+                ends[n] = i
             n += 1
-            h = _SEED
             inside = False
         if part == WORD_PART:
-            if not inside and located:
-                begins[n] = at
-            h = (h ^ np.uint64(point)) * _MULTIPLIER
+            if not inside:
+                begin = i
+                h = _SEED
+            h = (h ^ np.uint64(points[i])) * _MULTIPLIER
             inside = True
         elif part == ALONE:
-            out[n] = mix64((_SEED ^ np.uint64(point)) * _MULTIPLIER)
+            out[n] = mix64((_SEED ^ np.uint64(points[i])) * _MULTIPLIER)
             if located:
-                begins[n] = at
-                ends[n] = at + 1
+                begins[n] = i
+                ends[n] = i + 1
             n += 1
-        at += 1
-        i += width
-    if inside:
-        out[n] = mix64(h)
-        if located:
-            ends[n] = at
-        n += 1
     return n
 
 

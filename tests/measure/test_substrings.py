@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from auditor.measure.sketch import element_hashes_text
+from auditor.measure.sketch import choose_shingle
 from auditor.measure.substrings import (
     MAX_ELEMENTS,
     FirstOccurrences,
@@ -76,6 +76,7 @@ corpora_of_few_elements = st.lists(
 @given(corpora_of_few_elements, st.integers(1, 8))
 @example([[0] * 200], 3)
 @example([[1, 2, 3] * 40, [], [2, 3, 1] * 30], 6)
+@example([[*range(12), *range(12), 0, 1]], 5)
 def test_duplicate_windows_are_those_of_the_definition(rows: Corpus, n_elements: int) -> None:
     found = {
         at + i: first + i
@@ -89,6 +90,7 @@ def test_duplicate_windows_are_those_of_the_definition(rows: Corpus, n_elements:
 @given(corpora_of_few_elements, st.integers(1, 8))
 @example([[0] * 200], 3)
 @example([[1, 2, 3] * 40, [], [2, 3, 1] * 30], 6)
+@example([[*range(12), *range(12), 0, 1]], 5)
 def test_spans_cover_exactly_the_duplicate_windows(rows: Corpus, n_elements: int) -> None:
     values, offsets = packed(rows)
     spans, end = cover(values, offsets, found_runs(rows, n_elements), n_elements, 0)
@@ -216,9 +218,12 @@ def test_elements_are_located_in_the_text_as_it_is(text: str) -> None:
         assert re.sub("[σς]", "Σ", found) == re.sub("[σς]", "Σ", word)
 
 
-def test_elements_of_spaced_text_are_the_words_that_shingles_are_made_of() -> None:
-    text = "The 2 cats' Straße: naïve_name, ΣΟΦΟΣ."
-    assert elements_text(text).tolist() == element_hashes_text(text).tolist()
+def test_scripts_without_spaces_are_those_for_which_shingles_are_characters() -> None:
+    points = [*range(0x80), *range(0x80, 0x110000, 61)]
+    letters = [chr(point) for point in points if re.fullmatch(r"\w", chr(point).lower())]
+    alone = {letter for letter in letters if len(elements_text(letter.lower() * 2)) == 2}
+    assert alone == {letter for letter in letters if choose_shingle(letter) == "char5"}
+    assert len(alone) > 500
 
 
 def test_elements_of_tokens_do_not_depend_on_their_integer_type() -> None:
