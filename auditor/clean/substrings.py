@@ -11,7 +11,7 @@ folder that is removed at the end:
 Seeds are spread over files by their value, so that all windows that may be equal meet in one file,
 and runs of duplicates by their position. One file at a time is in memory.
 
-Memory, in bytes: 16 per row; 40 per element of a batch (``_BATCH_ELEMENTS``, or the largest row) and
+Memory, in bytes: 16 per row; 40 per element of a batch (``_BATCH_ELEMENTS``, or the largest row),
 40 per character of the largest text; of the largest seeds file (all records / ``n_partitions``, or
 all of the most frequent seed) 60 per record and up to 100 per distinct window of its repeated
 seeds; of the largest windows file 72 per run; 250 per span found.
