@@ -221,9 +221,10 @@ def call_on(model: nn.Module, batch: Any) -> Any:
 
 
 class _Hook:
-    """A hook that stays behind: in a copy of the model, or a saved one, it does nothing.
+    """A hook that stays behind: a copy of the model, or a saved one, has one that does nothing.
 
-    What it raises does not reach the forward.
+    That one is of the standard library, so that a saved model loads where there is no auditor. What
+    it raises does not reach the forward.
     """
 
     def __init__(self, hook: Callable[..., None], failed: Failed) -> None:
@@ -237,12 +238,4 @@ class _Hook:
             self._failed("capture", error)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, returns None
