@@ -521,7 +521,7 @@ def dedupe(
       auditor dedupe 'shards/*.jsonl.zst' --out cleaned/ --threshold 0.7
       auditor dedupe corpus/ --out cleaned/ --dry-run
     """
-    from auditor.clean.dedupe import DedupeConfig
+    from auditor.clean.config import DedupeConfig
     from auditor.clean.dedupe import dedupe as clean
     from auditor.clean.from_run import dedupe_run
     from auditor.run import Run

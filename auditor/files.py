@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -34,3 +34,14 @@ def sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of(files: Sequence[Path]) -> str:
+    """SHA-256 of a file, or of several: of what ``sha256sum`` prints for them in this order.
+
+    ``sha256sum a b | sha256sum`` gives the same, in the folder of the files.
+    """
+    if len(files) == 1:
+        return sha256(files[0])
+    lines = "".join(f"{sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()

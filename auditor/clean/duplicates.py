@@ -10,7 +10,8 @@ verified pairs) are for reporting; a member of a cluster may well be kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -32,23 +33,23 @@ _SIGMAS: Final = 6.0
 class Candidates:
     """Pairs worth comparing, rows i64 [M, 2], the earlier in keep order first.
 
-    ``n_capped_buckets`` buckets were larger than ``BUCKET_CAP``; ``n_pairs_left_out`` pairs in them
-    were not proposed (a pair may still have come from another bucket).
+    ``n_proposed`` pairs were found band by band, most of them in several. ``n_capped_buckets``
+    buckets were larger than ``BUCKET_CAP``; ``n_pairs_left_out`` pairs in them were not proposed (a
+    pair may still have come from another bucket).
     """
 
     pairs: NDArray[np.int64]
+    n_proposed: int
     n_capped_buckets: int
     n_pairs_left_out: int
 
 
-def keep_order(n: int, lengths: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Rows in the order in which they are considered: as they come, or the longest first."""
-    if lengths is None:
-        return np.arange(n)
-    return np.argsort(-lengths, kind="stable")
+_NOTHING: Final = Candidates(
+    pairs=np.empty((0, 2), np.int64), n_proposed=0, n_capped_buckets=0, n_pairs_left_out=0
+)
 
 
-def exact_keepers(
+def exact_leaders(
     hashes: NDArray[np.int64], order: NDArray[np.int64], usable: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """For each row the first row in keep order with the same hash, i64 [N]; itself if it is that.
@@ -67,7 +68,9 @@ def candidates(
     rows: NDArray[np.int64],
     *,
     bands: int = 32,
+    of_bands: range | None = None,
     bucket_cap: int = BUCKET_CAP,
+    threshold: float = 0.0,
 ) -> Candidates:
     """Pairs of rows whose signatures agree in all rows of some band.
 
@@ -75,42 +78,63 @@ def candidates(
     .9999999 at .8, .9998 at .7, .88 at .5.
 
     Args:
-        signatures: u32 [N, P], P divisible by ``bands``. Rows without shingles are never paired.
+        signatures: u32 [N, P], P divisible by ``bands``; may be a memory map. Rows without shingles
+            are never paired.
         rows: the rows to pair, in keep order, i64.
+        of_bands: the bands to look at; default: all of them. What single bands give is put together
+            by ``union``.
+        threshold: leave out pairs that are not ``plausible`` at it.
     """
     n_permutations = signatures.shape[1]
     if bands < 1 or n_permutations % bands:
         raise ValueError(f"bands must divide {n_permutations} permutations, got {bands!r}")
-    rows = rows[~np.all(signatures[rows] == EMPTY, axis=1)]
-    if len(rows) < 2:
-        return Candidates(pairs=np.empty((0, 2), np.int64), n_capped_buckets=0, n_pairs_left_out=0)
+    rows = rows[_has_shingles(signatures, rows)]
     width = n_permutations // bands
-    found = np.empty(0, np.uint64)
-    n_capped = n_left_out = 0
-    for band in range(bands):
-        keys = _band_keys(signatures, rows, band * width, (band + 1) * width)
-        by_key = np.argsort(keys, kind="stable")  # stable: keep order within a bucket
-        ordered = keys[by_key]
-        starts = np.append(0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1)
-        ends = np.append(starts[1:], len(keys))
-        several = ends - starts > 1
-        starts, ends = starts[several], ends[several]
-        sizes = ends - starts
-        hot = sizes > bucket_cap
-        n_capped += int(hot.sum())
-        limits = np.where(hot, np.minimum(BUCKET_KEEPERS, bucket_cap), sizes)
-        # Each row is paired with the earlier rows among the first `limit` of its bucket.
-        counts = sizes * limits - limits * (limits + 1) // 2
-        n_left_out += int((sizes * (sizes - 1) // 2 - counts).sum())
-        pairs = np.empty(int(counts.sum()), np.uint64)
-        _bucket_pairs(by_key, starts, ends, limits, pairs)
-        # Merged band by band: most pairs come from many bands, and memory holds each once.
-        found = np.union1d(found, pairs)
-    positions = np.stack([found >> np.uint64(32), found & np.uint64(0xFFFFFFFF)], axis=1)
+    found = [_NOTHING]
+    if len(rows) > 1:
+        for band in of_bands or range(bands):
+            keys = _band_keys(signatures, rows, band * width, (band + 1) * width)
+            pairs = _pairs_of_band(keys, rows, bucket_cap)
+            kept = plausible(signatures, pairs.pairs, threshold) if threshold else pairs.pairs
+            found.append(replace(pairs, pairs=kept))
+    return union(found, len(signatures))
+
+
+def union(found: Sequence[Candidates], n: int) -> Candidates:
+    """Candidates of several bands as one, each pair of the ``n`` rows once."""
+    # Merged one by one: most pairs come from many bands, and memory holds each once.
+    keys = np.empty(0, np.int64)
+    for one in found:
+        keys = np.union1d(keys, one.pairs[:, 0] * n + one.pairs[:, 1])
     return Candidates(
-        pairs=rows[positions.astype(np.int64)],
-        n_capped_buckets=n_capped,
-        n_pairs_left_out=n_left_out,
+        pairs=np.stack([keys // max(n, 1), keys % max(n, 1)], axis=1),
+        n_proposed=sum(one.n_proposed for one in found),
+        n_capped_buckets=sum(one.n_capped_buckets for one in found),
+        n_pairs_left_out=sum(one.n_pairs_left_out for one in found),
+    )
+
+
+def _pairs_of_band(
+    keys: NDArray[np.uint64], rows: NDArray[np.int64], bucket_cap: int
+) -> Candidates:
+    by_key = np.argsort(keys, kind="stable")  # stable: keep order within a bucket
+    ordered = keys[by_key]
+    starts = np.append(0, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1)
+    ends = np.append(starts[1:], len(keys))
+    several = ends - starts > 1
+    starts, ends = starts[several], ends[several]
+    sizes = ends - starts
+    hot = sizes > bucket_cap
+    limits = np.where(hot, np.minimum(BUCKET_KEEPERS, bucket_cap), sizes)
+    # Each row is paired with the earlier rows among the first `limit` of its bucket.
+    counts = sizes * limits - limits * (limits + 1) // 2
+    pairs = np.empty((int(counts.sum()), 2), np.int64)
+    _bucket_pairs(rows[by_key], starts, ends, limits, pairs)
+    return Candidates(
+        pairs=pairs,
+        n_proposed=len(pairs),
+        n_capped_buckets=int(hot.sum()),
+        n_pairs_left_out=int((sizes * (sizes - 1) // 2 - counts).sum()),
     )
 
 
@@ -141,28 +165,61 @@ def verify_pairs(
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keepers:
+    """Which rows stay. **N** rows."""
+
+    keeper: NDArray[np.int64]  # [N], -1 for rows that stay
+    similarity: NDArray[np.float64]  # [N] to the keeper, nan for rows that stay
+
+
 def choose_keepers(
     pairs: NDArray[np.int64],
     similarity: NDArray[np.float64],
+    *,
+    leader: NDArray[np.int64],
     order: NDArray[np.int64],
-    threshold: float,
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Keeper of each row and similarity to it, i64 [N] and f64 [N]; -1 and nan for rows kept.
+    threshold: NDArray[np.float64],
+    protected: NDArray[np.bool_],
+    copies: int = 1,
+) -> Keepers:
+    """Keeper of each row that goes.
 
-    Rows are visited in keep order. A row with a verified pair to rows kept so far is dropped, and
-    its keeper is the most similar of them, the earlier one where two are equally similar.
+    Rows are visited in keep order. A row goes when ``copies`` rows like it are kept so far: those
+    with its content, and those whose content is similar to it by its own threshold. Its keeper is
+    the first kept row of its content, else of the most similar one, the earlier where two are
+    equally similar.
+
+    Args:
+        pairs, similarity: verified pairs of leaders, i64 [M, 2] and f64 [M].
+        leader: i64 [N], the row that stands for all with the same content; -1: the row stays, and
+            is nobody's keeper.
+        order: i64 [N], all rows in keep order.
+        threshold: f64 [N], similarity from which a row counts as like another.
+        protected: bool [N], rows that stay whatever is like them.
+        copies: number of like rows that stay.
     """
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    chosen = similarity >= threshold
-    pairs, similarity = pairs[chosen], similarity[chosen]
-    earlier = rank[pairs].min(axis=1) if len(pairs) else np.empty(0, np.int64)
-    later = rank[pairs].max(axis=1) if len(pairs) else np.empty(0, np.int64)
-    by_row = np.lexsort((earlier, -similarity, later))
-    keeper = np.full(len(order), -1, np.int64)
-    jaccard = np.full(len(order), np.nan)
-    _greedy(order[earlier[by_row]], order[later[by_row]], similarity[by_row], keeper, jaccard)
-    return keeper, jaccard
+    n = len(order)
+    ends = np.concatenate([pairs, pairs[:, ::-1]])
+    by_row = np.argsort(ends[:, 0], kind="stable")
+    keeper = np.full(n, -1, np.int64)
+    best = np.full(n, np.nan)
+    rank = np.empty(n, np.int64)
+    rank[order] = np.arange(n)
+    _greedy(
+        order,
+        rank,
+        leader,
+        np.searchsorted(ends[by_row, 0], np.arange(n + 1)),
+        ends[by_row, 1],
+        np.concatenate([similarity, similarity])[by_row],
+        threshold,
+        protected,
+        copies,
+        keeper,
+        best,
+    )
+    return Keepers(keeper=keeper, similarity=best)
 
 
 def clusters(n: int, edges: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -193,12 +250,25 @@ def _band_keys(signatures, rows, low, high):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _bucket_pairs(by_key, starts, ends, limits, out):  # type: ignore[no-untyped-def]
+def _has_shingles(signatures, rows):  # type: ignore[no-untyped-def]
+    out = np.zeros(len(rows), np.bool_)
+    for i in range(len(rows)):
+        # A signature without shingles is EMPTY throughout, one with shingles hardly anywhere.
+        for value in signatures[rows[i]]:
+            if value != EMPTY:
+                out[i] = True
+                break
+    return out
+
+
+@njit(nogil=True, cache=True)
+def _bucket_pairs(ordered, starts, ends, limits, out):  # type: ignore[no-untyped-def]
     n = 0
     for b in range(len(starts)):
         for later in range(starts[b] + 1, ends[b]):
             for earlier in range(starts[b], min(later, starts[b] + limits[b])):
-                out[n] = (np.uint64(by_key[earlier]) << np.uint64(32)) | np.uint64(by_key[later])
+                out[n, 0] = ordered[earlier]
+                out[n, 1] = ordered[later]
                 n += 1
 
 
@@ -220,12 +290,35 @@ def _verify(pairs, hashes, starts, stops, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _greedy(earlier, later, similarity, keeper, jaccard):  # type: ignore[no-untyped-def]
-    for m in range(len(later)):
-        row = later[m]
-        if keeper[row] < 0 and keeper[earlier[m]] < 0:
-            keeper[row] = earlier[m]
-            jaccard[row] = similarity[m]
+def _greedy(  # type: ignore[no-untyped-def]
+    order, rank, leader, starts, like, similarity, threshold, protected, copies, keeper, best
+):
+    n_kept = np.zeros(len(order), np.int32)  # by leader
+    first = np.full(len(order), -1, np.int64)  # by leader, the first row kept
+    for row in order:
+        own = leader[row]
+        if own < 0:
+            continue
+        found, highest = first[own], 1.0
+        count = n_kept[own]
+        for m in range(starts[own], starts[own + 1]):
+            other = like[m]
+            if n_kept[other] == 0 or similarity[m] < threshold[row]:
+                continue
+            count += n_kept[other]
+            if n_kept[own] == 0 and (
+                found < 0
+                or similarity[m] > highest
+                or (similarity[m] == highest and rank[first[other]] < rank[found])
+            ):
+                found, highest = first[other], similarity[m]
+        if count < copies or protected[row]:
+            n_kept[own] += 1
+            if first[own] < 0:
+                first[own] = row
+        else:
+            keeper[row] = found
+            best[row] = highest
 
 
 @njit(nogil=True, cache=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import polars as pl
 
-from auditor.clean.dedupe import DedupeConfig, dedupe
+from auditor.clean.config import DedupeConfig
+from auditor.clean.dedupe import dedupe
+from auditor.clean.engine import Progress
 from auditor.clean.manifest import Manifest
-from auditor.clean.scan import Progress
 from auditor.errors import RunError, ShardError
 from auditor.files import sha256
 from auditor.run import Run

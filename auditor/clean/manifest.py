@@ -2,7 +2,8 @@
 
 DIR/manifest.json   parents and children with their SHA-256, parameters, counts, weights
 DIR/rows.parquet    one row per input row, columns of ``schema.ROWS``
-DIR/data/           the cleaned shards under their parents' relative names
+DIR/data/           the cleaned shards under their parents' relative names; not there where the
+                    manifest alone was asked for: the rows that stay are then read from the parents
 
 A row that was kept has no reason; one dropped as exact or near has a keeper, its Jaccard similarity
 to it and a cluster, and so has a keeper its cluster. Rows dropped for repetition or as unreadable
@@ -15,6 +16,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -23,10 +25,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from auditor.clean.mixes import MixSampler
-from auditor.clean.row import Reading
+from auditor.clean.row import Reading, Row
 from auditor.clean.shards import Shard
 from auditor.errors import AuditorError, ManifestError, SchemaVersionError
-from auditor.files import atomic, sha256
+from auditor.files import atomic, sha256, sha256_of
 from auditor.run import polars_schema
 from auditor.schema import MANIFEST_VERSION, ROWS
 
@@ -76,12 +78,40 @@ class Manifest:
         return {name: entry["weight"] for name, entry in self.document["sources"].items()}
 
     @property
+    def has_children(self) -> bool:
+        """Whether cleaned shards were written; without them rows are read from the parents."""
+        return all(entry["child"] is not None for entry in self.document["shards"])
+
+    @property
     def shards(self) -> tuple[Shard, ...]:
-        """The cleaned shards in manifest order."""
+        """The cleaned shards in manifest order; the parents where the manifest stands alone."""
+        if not self.has_children:
+            return self.parents
         folder = self._folder()
         return tuple(
             Shard(folder / entry["child"], entry["shard"]) for entry in self.document["shards"]
         )
+
+    @property
+    def parents(self) -> tuple[Shard, ...]:
+        """The shards that were cleaned, where they were then."""
+        return tuple(
+            Shard(_place(entry["parent"]), entry["shard"]) for entry in self.document["shards"]
+        )
+
+    @property
+    def reading(self) -> Reading:
+        """How the rows of parents and children are read."""
+        said = self.document["parameters"]
+        return Reading(**{name: said.get(name) for name in ("content", "dtype", "eot")})
+
+    def kept_rows(self, number: int) -> Iterator[Row]:
+        """The rows of a shard that stay, in order, from its child or else from its parent."""
+        entry = self.document["shards"][number]
+        if not entry["rows_out"]:
+            return iter(())
+        rows = self.shards[number].rows(self.reading)
+        return rows if self.has_children else compress(rows, self.keep(entry["shard"]))
 
     @cached_property
     def dataset(self) -> Any:
@@ -89,7 +119,7 @@ class Manifest:
 
         Columns: ``text`` (str) or ``input_ids`` (list of int64; padding under an attention mask
         left out), whichever the shards hold; ``id`` (str), ``source`` (str), ``shard`` (str) and
-        ``row`` (int64, in the cleaned shard). Shards of one corpus often differ in their other
+        ``row`` (int64, among those of its shard). Shards of one corpus often differ in their other
         columns; those stay in the files. Kept as Arrow on disk in the cache of ``datasets``.
 
         Raises ``ManifestError`` where some shards hold text and others tokens, or no row was kept.
@@ -112,7 +142,10 @@ class Manifest:
                 "column": column,
                 "hashes": (
                     self.document["rows_sha256"],
-                    *(entry["child_sha256"] for entry in self.document["shards"]),
+                    *(
+                        entry["child_sha256"] or entry["parent_sha256"]
+                        for entry in self.document["shards"]
+                    ),
                 ),
             },
         )
@@ -120,11 +153,11 @@ class Manifest:
     def _content_column(self) -> str:
         """What the cleaned shards hold: ``text`` or ``input_ids``."""
         kinds = {}
-        for shard, entry in zip(self.shards, self.document["shards"], strict=True):
-            rows = shard.rows(self._reading()) if entry["rows_out"] else ()
-            first = next((row.content for row in rows if row.content is not None), None)
+        for number, entry in enumerate(self.document["shards"]):
+            contents = (row.content for row in self.kept_rows(number))
+            first = next((content for content in contents if content is not None), None)
             if first is not None:
-                kinds["text" if isinstance(first, str) else "input_ids"] = shard.name
+                kinds["text" if isinstance(first, str) else "input_ids"] = entry["shard"]
         if len(kinds) > 1:
             raise ManifestError(
                 f"{kinds['text']} holds text and {kinds['input_ids']} tokens",
@@ -135,14 +168,19 @@ class Manifest:
             raise ManifestError("no row was kept", path=self._folder())
         return next(iter(kinds), "text")
 
-    def _reading(self) -> Reading:
-        content = self.document["parameters"].get("content")
-        return Reading(content=None if content is None else str(content))
-
     def sampler(self, seed: int, n_samples: int) -> MixSampler:
-        """Indices into ``dataset`` drawn by ``weights``; for ``DataLoader(sampler=...)``."""
+        """Indices into ``dataset`` drawn by ``weights``; for ``DataLoader(sampler=...)``.
+
+        Within a source, rows come as often as their own weights say.
+        """
         kept = self.rows.filter(pl.col("decision") == "kept")
-        return MixSampler(kept["source"].to_list(), self.weights, seed, n_samples)
+        return MixSampler(
+            kept["source"].to_list(),
+            self.weights,
+            seed,
+            n_samples,
+            row_weights=kept["weight"].to_numpy(),
+        )
 
     def keep(self, shard: str) -> NDArray[np.bool_]:
         """Which of a parent shard's rows were kept, bool [rows_in]."""
@@ -165,16 +203,15 @@ def _dataset_rows(folder: str, column: str, hashes: tuple[str, ...]) -> Iterator
     manifest = load_manifest(folder)
     kept = manifest.rows.filter(pl.col("decision") == "kept").select("sample_id", "source")
     identities = kept.iter_rows()
-    for shard, entry in zip(manifest.shards, manifest.document["shards"], strict=True):
-        rows = shard.rows(manifest._reading()) if entry["rows_out"] else ()
-        for number, row in enumerate(rows):
+    for number, entry in enumerate(manifest.document["shards"]):
+        for place, row in enumerate(manifest.kept_rows(number)):
             sample_id, source = next(identities)
             yield {
                 column: row.content,
                 "id": sample_id,
                 "source": source,
-                "shard": shard.name,
-                "row": number,
+                "shard": entry["shard"],
+                "row": place,
             }
 
 
@@ -193,16 +230,18 @@ class VerifyResult:
         return not self.failures
 
 
-def write_manifest(directory: Path, document: dict[str, Any], rows: pl.DataFrame) -> Manifest:
-    """Write ``rows.parquet``, then ``manifest.json``: a folder with the latter is complete."""
-    rows = rows.select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
-    with atomic(directory / "rows.parquet") as file:
-        rows.write_parquet(file)
+def write_manifest(directory: Path, document: dict[str, Any]) -> Manifest:
+    """Write ``manifest.json`` beside ``rows.parquet``: a folder with it is complete."""
     document = {**document, "rows_sha256": sha256(directory / "rows.parquet")}
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     with atomic(directory / "manifest.json") as file:
         file.write(text.encode() + b"\n")
-    return Manifest(directory, document, rows)
+    return Manifest(directory, document)
+
+
+def _place(parent: str) -> Path | str:
+    """A parent as a path on this machine, or as the URL that it is."""
+    return parent if "://" in parent else Path(parent)
 
 
 def load_manifest(path: str | Path) -> Manifest:
@@ -248,12 +287,13 @@ def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
         spread = np.linspace(0, len(entries) - 1, min(sample, len(entries))).round().astype(int)
         picked = sorted(set(spread.tolist()))  # type: ignore[assignment]
     for i in picked:
-        _check_child(manifest.shards[i], entries[i], failures)
-        parent = Path(entries[i]["parent"])
-        if not parent.exists():
-            missing.append(str(parent))
-        elif sha256(parent) != entries[i]["parent_sha256"]:
-            failures.append(f"{parent}: the input has changed since it was cleaned")
+        if manifest.has_children:
+            _check_child(manifest.shards[i], entries[i], manifest.reading, failures)
+        parent = manifest.parents[i]
+        if not Path(parent.path).exists():
+            missing.append(str(parent.path))
+        elif sha256_of(parent.files()) != entries[i]["parent_sha256"]:
+            failures.append(f"{parent.path}: the input has changed since it was cleaned")
     _check_rows(manifest, failures)
     _check_totals(manifest, failures)
     _check_strays(manifest, failures)
@@ -279,6 +319,8 @@ def _check_document(document: Any, file: Path) -> None:
         missing = [n for n in _REQUIRED_OF_SHARD if n not in entry]
         if missing:
             raise ManifestError(f"shard {i} has no {', '.join(missing)}", path=file)
+        if entry["child"] is None:
+            continue
         child = PurePosixPath(entry["child"])
         target = (file.parent / child).resolve()
         if (
@@ -293,11 +335,13 @@ def _check_document(document: Any, file: Path) -> None:
             )
 
 
-def _check_child(shard: Shard, entry: dict[str, Any], failures: list[str]) -> None:
+def _check_child(
+    shard: Shard, entry: dict[str, Any], reading: Reading, failures: list[str]
+) -> None:
     try:
-        if sha256(Path(shard.path)) != entry["child_sha256"]:
+        if sha256_of(shard.files()) != entry["child_sha256"]:
             failures.append(f"{shard.path}: SHA-256 differs from the manifest")
-        n_rows = shard.count()
+        n_rows = shard.count(reading)
     except (AuditorError, OSError) as error:
         failures.append(f"{shard.path}: {error}")
         return
@@ -367,7 +411,7 @@ def _check_totals(manifest: Manifest, failures: list[str]) -> None:
 def _check_strays(manifest: Manifest, failures: list[str]) -> None:
     """Files among the cleaned shards that the manifest knows nothing of."""
     folder = manifest._folder() / "data"
-    known = {Path(shard.path).resolve() for shard in manifest.shards}
+    known = {file.resolve() for shard in manifest.shards for file in shard.files()}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     failures += [f"{path}: not in the manifest" for path in files if path.resolve() not in known]
 

@@ -33,7 +33,7 @@ class Mix:
 
 def cap_repetition(
     weights: Mapping[str, float],
-    n_unique: Mapping[str, int],
+    n_unique: Mapping[str, float],
     n_samples: int,
     max_epochs: float = 4.0,
 ) -> Mix:
@@ -45,7 +45,7 @@ def cap_repetition(
 
     Args:
         weights: wished weight per source, not negative, on any scale.
-        n_unique: samples each source has.
+        n_unique: samples each source has; several that share a weight of one count as one.
         n_samples: samples the run consumes.
         max_epochs: repetition budget. Up to 4 costs almost nothing (Muennighoff et al. 2023).
     """
@@ -102,14 +102,16 @@ class MixSampler:
         [2, 0, 1, 0, 2, 2]
 
     Rows of a source come in their order and begin again at its end, so that each is seen once
-    before any is seen twice. Every pass over the sampler gives the same indices. It has a length
-    and yields ints: give it to ``DataLoader(sampler=...)``.
+    before any is seen twice. With row weights, a row of weight w comes in a share w of these
+    passes, spread evenly, from a pass that the seed chooses. Every pass over the sampler gives the
+    same indices. It has a length and yields ints: give it to ``DataLoader(sampler=...)``.
 
     Args:
         sources: source of each row, sequence of str [n_rows].
         weights: weight per source, on any scale; a source not named is not drawn.
         seed: of the numpy generator that draws the sources.
         n_samples: indices to give.
+        row_weights: f64 [n_rows], within (0, 1]; default: 1 for every row.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class MixSampler:
         weights: Mapping[str, float],
         seed: int,
         n_samples: int,
+        *,
+        row_weights: NDArray[Any] | None = None,
     ) -> None:
         if n_samples < 0:
             raise ValueError(f"n_samples must not be negative, got {n_samples!r}")
@@ -137,18 +141,34 @@ class MixSampler:
         self._bounds = bounds / bounds[-1]
         self._seed = seed
         self._n_samples = n_samples
+        self._row_weights = None
+        if row_weights is not None and not (row_weights == 1).all():
+            if not ((row_weights > 0) & (row_weights <= 1)).all():
+                raise ValueError("row_weights must be within (0, 1]")
+            self._row_weights = np.asarray(row_weights, np.float64)
 
     def __len__(self) -> int:
         return self._n_samples
 
     def __iter__(self) -> Iterator[int]:
         generator = np.random.default_rng(self._seed)
-        taken = [0] * len(self._rows)
+        passes = [self._passes(rows) for rows in self._rows]
         left = self._n_samples
         while left:
             size = min(left, _BLOCK_DRAWS)
             left -= size
             for code in np.searchsorted(self._bounds, generator.random(size), "right").tolist():
-                rows = self._rows[code]
-                yield int(rows[taken[code] % len(rows)])
-                taken[code] += 1
+                yield next(passes[code])
+
+    def _passes(self, rows: NDArray[np.int64]) -> Iterator[int]:
+        """The rows of one source, again and again."""
+        if self._row_weights is None:
+            while True:
+                yield from rows.tolist()
+        weights = self._row_weights[rows]
+        owed = np.random.default_rng((self._seed, len(rows))).random(len(rows))
+        while True:
+            owed += weights
+            due = owed >= 1
+            owed[due] -= 1
+            yield from rows[due].tolist()

@@ -1,61 +1,60 @@
-"""One pass over the shards: what cleaning must know of every row, without holding its content.
+"""First stage: one pass over each shard, to know of every row what cleaning must know.
 
-About 600 bytes per row at 128 permutations. The content of rows that may be near-duplicates is read
-a second time, by ``shingle_hashes``, into a temporary file.
+Of a shard the work folder then holds
+
+    scan/000012.json            a ``Scanned``; written last, so that the others are whole
+    scan/000012.identities      Parquet: ``sample_id`` and ``source`` of each row
+    scan/000012.facts           npz: the arrays of ``Scan``, of the shard's rows
+    scan/000012.signatures      u32 [n_rows, P], raw
+
+and no content. In memory are the facts of all rows, about 30 bytes each; signatures stay on disk.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from auditor.clean.row import Reading, Row
+from auditor.clean.config import REPETITIVE_ELEMENTS, DedupeConfig
+from auditor.clean.row import Finding, Row
 from auditor.clean.shards import Shard
+from auditor.clean.work import read_json, write_json
 from auditor.errors import ShardError
-from auditor.measure.repetition import FLAG_REPEATS, character_ids, repetition_batch, word_ids
-from auditor.measure.sketch import (
-    choose_shingle,
-    exact_hash_text,
-    exact_hash_tokens,
-    pack_tokens,
-    shingle_hashes_text,
-    shingle_hashes_tokens,
-    signatures_text,
-    signatures_tokens,
-)
+from auditor.files import atomic, sha256_of
+from auditor.measure.facts import Facts, facts_of_texts, facts_of_tokens
+from auditor.measure.repetition import FLAG_REPEATS
 
-Progress = Callable[[str, int, int], None]
+_BATCH_ROWS: Final = 512
 
-REPETITIVE_SHARE: Final = 0.5
-"""Share of a sample covered by consecutive repeats from which it counts as repetitive."""
-
-REPETITIVE_ELEMENTS: Final = 16
-"""Words, characters or ids from which that share is judged: shorter is a title or a chant."""
-
-_BATCH_ROWS = 512
+_IDENTITIES: Final = pa.schema([("sample_id", pa.string()), ("source", pa.string())])
 
 
-class ScanConfig(Protocol):
-    """The settings that a scan depends on."""
+@dataclass(frozen=True, kw_only=True)
+class ScanTask:
+    """A shard to scan; ``base`` is the path of what is written, without its extension."""
 
-    @property
-    def shingle(self) -> str: ...
-    @property
-    def n_permutations(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def repetition(self) -> bool: ...
-    @property
-    def content(self) -> str | None: ...
-    @property
-    def on_error(self) -> Literal["raise", "skip"]: ...
+    shard: Shard
+    base: Path
+    config: DedupeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scanned:
+    """What is known of a shard as a whole."""
+
+    n_rows: int
+    n_bytes: int
+    sha256: str
+    findings: list[Finding]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +64,13 @@ class Scan:
     ``starts`` i64 [n_shards + 1]: shard i has rows ``starts[i]`` to ``starts[i + 1]``.
     """
 
+    shards: list[Scanned]
+    bases: list[Path]
     starts: NDArray[np.int64]
-    sample_ids: list[str]
-    sources: list[str]
+    signatures: NDArray[np.uint32]  # [N, P], on disk
     exact: NDArray[np.int64]  # [N] hash of the normalised content
     lengths: NDArray[np.int64]  # [N] characters or tokens
-    signatures: NDArray[np.uint32]  # [N, P]
+    quality: NDArray[np.float64]  # [N] value of the quality column, nan where there is none
     readable: NDArray[np.bool_]  # [N]
     has_content: NDArray[np.bool_]  # [N]
     repetitive: NDArray[np.bool_]  # [N]
@@ -80,136 +80,165 @@ class Scan:
         """Shard number of each row, i64 [N]."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
-
-def scan(shards: Sequence[Shard], config: ScanConfig, progress: Progress) -> Scan:
-    """Read every shard once. Raises ``ShardError`` for what cannot be read."""
-    parts: list[dict[str, Any]] = []
-    starts = [0]
-    sample_ids: list[str] = []
-    sources: list[str] = []
-    for i, shard in enumerate(shards):
-        progress("read", i, len(shards))
-        n = 0
-        batch: list[Row] = []
-        for row in _rows(shard, config):
-            sample_ids.append(row.sample_id if row.sample_id is not None else f"{shard.name}:{n}")
-            sources.append(row.source if row.source is not None else shard.stem)
-            n += 1
-            batch.append(row)
-            if len(batch) == _BATCH_ROWS:
-                parts.append(_measure(batch, shard, config))
-                batch = []
-        parts.append(_measure(batch, shard, config))
-        starts.append(starts[-1] + n)
-    progress("read", len(shards), len(shards))
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return Scan(starts=np.array(starts), sample_ids=sample_ids, sources=sources, **arrays)
+    def identities(self, number: int) -> pa.Table:
+        """Columns ``sample_id`` and ``source`` (str) of a shard's rows, in order."""
+        return pq.read_table(self.bases[number].with_suffix(".identities"))
 
 
-def shingle_hashes(
-    shards: Sequence[Shard],
-    starts: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    config: ScanConfig,
-    folder: Path | None,
-    progress: Progress,
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct 64-bit shingle hashes, sorted, of the given rows (i64, ascending).
-
-    Returns the hashes as a memory map of a nameless temporary file in ``folder`` and, over all N
-    rows, where a row's hashes start and stop: u64 [total], i64 [N], i64 [N].
-    """
-    begin = np.zeros(int(starts[-1]), np.int64)
-    end = np.zeros(int(starts[-1]), np.int64)
-    total = 0
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for i, shard in enumerate(shards):
-            progress("verify", i, len(shards))
-            low, high = np.searchsorted(rows, starts[i : i + 2])
-            wanted = set((rows[low:high] - starts[i]).tolist())
-            for n, row in enumerate(_rows(shard, config) if wanted else ()):
-                if n in wanted:
-                    hashes = np.unique(_hashes(row.content, config.shingle))
-                    file.write(hashes.tobytes())
-                    begin[starts[i] + n] = total
-                    total += len(hashes)
-                    end[starts[i] + n] = total
-        progress("verify", len(shards), len(shards))
-        file.flush()
-        if not total:
-            return np.empty(0, np.uint64), begin, end
-        # The map holds the file open, and the file vanishes with it.
-        return np.memmap(file, np.uint64, "r").view(np.ndarray), begin, end
-
-
-def _rows(shard: Shard, config: ScanConfig) -> Any:
-    return shard.rows(Reading(content=config.content, on_error=config.on_error))
-
-
-def _hashes(content: Any, shingle: str) -> NDArray[np.uint64]:
-    if isinstance(content, str):
-        return shingle_hashes_text(content, shingle, bits=64)  # type: ignore[arg-type]
-    if content is None:
-        return np.empty(0, np.uint64)
-    return shingle_hashes_tokens(content, bits=64)
-
-
-def _measure(batch: list[Row], shard: Shard, config: ScanConfig) -> dict[str, NDArray[Any]]:
-    n = len(batch)
-    exact = np.zeros(n, np.int64)
-    signatures = np.full((n, config.n_permutations), 0xFFFFFFFF, np.uint32)
-    repetitive = np.zeros(n, np.bool_)
-    texts = [i for i, row in enumerate(batch) if isinstance(row.content, str)]
-    tokens = [i for i, row in enumerate(batch) if isinstance(row.content, np.ndarray)]
-    _check_shingle(bool(texts), bool(tokens), shard, config)
-    elements: list[NDArray[np.int64]] = []
-    if texts:
-        contents: list[Any] = [batch[i].content for i in texts]
-        exact[texts] = [exact_hash_text(text) for text in contents]
-        shingle: Any = config.shingle
-        signatures[texts] = signatures_text(contents, shingle, config.n_permutations, config.seed)
-        if config.repetition:
-            elements += [_elements(text, shingle) for text in contents]
-    if tokens:
-        contents = [batch[i].content for i in tokens]
-        exact[tokens] = [exact_hash_tokens(ids) for ids in contents]
-        signatures[tokens] = signatures_tokens(contents, config.n_permutations, config.seed)
-        if config.repetition:
-            elements += contents
-    if elements:
-        values, offsets = pack_tokens(elements)
-        share, repeats = repetition_batch(values, offsets)
-        long_enough = np.diff(offsets) >= REPETITIVE_ELEMENTS
-        repetitive[texts + tokens] = (repeats >= FLAG_REPEATS) | (
-            (share >= REPETITIVE_SHARE) & long_enough
+def scan_shard(task: ScanTask) -> Scanned:
+    """Stage: read one shard once. Raises ``ShardError`` for what cannot be read."""
+    done = read_json(task.base.with_suffix(".json"))
+    if done is not None:
+        return Scanned(**{**done, "findings": [Finding(*one) for one in done["findings"]]})
+    task.base.parent.mkdir(parents=True, exist_ok=True)
+    findings: list[Finding] = []
+    with task.shard.local(task.base.parent) as shard:
+        before = _stamp(shard)
+        facts = _scan_rows(shard, task, findings)
+        digest = sha256_of(shard.files())
+        if _stamp(shard) != before:
+            raise changed(task.shard)
+        scanned = Scanned(
+            n_rows=len(facts["exact"]),
+            n_bytes=sum(size for size, _ in before),
+            sha256=digest,
+            findings=findings,
         )
-    return {
-        "exact": exact,
-        "lengths": np.array(
-            [0 if row.content is None else len(row.content) for row in batch], np.int64
-        ),
-        "signatures": signatures,
-        "readable": np.array([row.readable for row in batch], np.bool_),
-        "has_content": np.array([row.content is not None for row in batch], np.bool_),
-        "repetitive": repetitive,
-    }
+    with atomic(task.base.with_suffix(".facts")) as file:
+        np.savez(file, **facts)  # type: ignore[arg-type]
+    write_json(task.base.with_suffix(".json"), asdict(scanned))
+    return scanned
 
 
-def _elements(text: str, shingle: str) -> NDArray[np.int64]:
-    chosen = choose_shingle(text) if shingle == "auto" else shingle
-    return word_ids(text) if chosen == "word5" else character_ids(text)
+def join_scans(scanned: Sequence[Scanned], bases: Sequence[Path], config: DedupeConfig) -> Scan:
+    """The facts of all shards as one. The signatures of the shards become one file."""
+    starts = np.cumsum([0, *(one.n_rows for one in scanned)])
+    parts = [np.load(base.with_suffix(".facts")) for base in bases]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}
+    signatures = bases[0].with_name("signatures")
+    if not signatures.is_file():
+        with atomic(signatures) as whole:
+            for base in bases:
+                with base.with_suffix(".signatures").open("rb") as part:
+                    shutil.copyfileobj(part, whole, 1 << 20)
+        for base in bases:
+            base.with_suffix(".signatures").unlink()
+    shape = (int(starts[-1]), config.n_permutations)
+    return Scan(
+        shards=list(scanned),
+        bases=list(bases),
+        starts=starts,
+        signatures=mapped(signatures, np.uint32).reshape(shape),
+        **arrays,
+    )
 
 
-def _check_shingle(texts: bool, tokens: bool, shard: Shard, config: ScanConfig) -> None:
-    if texts and config.shingle == "token5":
+def mapped(path: Path, dtype: Any) -> NDArray[Any]:
+    """A file of raw values, read-only and on disk; a file of no bytes is an empty array."""
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r").view(np.ndarray)
+
+
+def changed(shard: Shard) -> ShardError:
+    """The error for a shard that is not what it was when it was scanned."""
+    return ShardError(
+        "changed while it was being cleaned",
+        path=shard.path,
+        remedy="Remove the output folder and start again when nothing writes to the inputs",
+    )
+
+
+def batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Rows in lists of a size that kernels like."""
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        yield batch
+
+
+def check_shingle(contents: Sequence[Any], shard: Shard, config: DedupeConfig) -> None:
+    """Raise ``ShardError`` where the shingle of the settings does not fit the content."""
+    if config.shingle == "token5" and any(isinstance(one, str) for one in contents):
         raise ShardError(
             "holds text, and token5 shingles need token ids",
             path=shard.path,
             remedy="Use --shingle auto, word5 or char5, or name a column of ids with --content",
         )
-    if tokens and config.shingle in ("word5", "char5"):
+    if config.shingle in ("word5", "char5") and any(
+        isinstance(one, np.ndarray) for one in contents
+    ):
         raise ShardError(
             f"holds token ids, and {config.shingle} shingles need text",
             path=shard.path,
             remedy="Use --shingle auto or token5, or name a column of text with --content",
         )
+
+
+def _stamp(shard: Shard) -> list[tuple[int, int]]:
+    stats = [file.stat() for file in shard.files()]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+
+def _scan_rows(shard: Shard, task: ScanTask, findings: list[Finding]) -> dict[str, NDArray[Any]]:
+    """Write signatures and identities batch by batch; returns the facts."""
+    config = task.config
+    parts = [_measure([], config)[0]]
+    n_rows = 0
+    with (
+        atomic(task.base.with_suffix(".signatures")) as signatures,
+        atomic(task.base.with_suffix(".identities")) as file,
+        pq.ParquetWriter(file, _IDENTITIES, compression="zstd") as identities,
+    ):
+        for batch in batches(shard.rows(config.reading, findings)):
+            check_shingle([row.content for row in batch], shard, config)
+            facts, signed = _measure(batch, config)
+            parts.append(facts)
+            signatures.write(signed.tobytes())
+            ids = [
+                f"{shard.name}:{n_rows + i}" if row.sample_id is None else row.sample_id
+                for i, row in enumerate(batch)
+            ]
+            sources = [shard.stem if row.source is None else row.source for row in batch]
+            identities.write_table(pa.table([ids, sources], schema=_IDENTITIES))
+            n_rows += len(batch)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _measure(
+    batch: list[Row], config: DedupeConfig
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.uint32]]:
+    n = len(batch)
+    exact = np.zeros(n, np.int64)
+    signatures = np.full((n, config.n_permutations), 0xFFFFFFFF, np.uint32)
+    repetitive = np.zeros(n, np.bool_)
+
+    def put(rows: list[int], facts: Facts) -> None:
+        exact[rows] = facts.exact
+        signatures[rows] = facts.signatures
+        judged = (facts.share >= config.repetitive_share) & (
+            facts.n_elements >= REPETITIVE_ELEMENTS
+        )
+        repetitive[rows] = config.repetition & (judged | (facts.repeats >= FLAG_REPEATS))
+
+    drawn = (config.n_permutations, config.seed)
+    if texts := [i for i, row in enumerate(batch) if isinstance(row.content, str)]:
+        contents: list[Any] = [batch[i].content for i in texts]
+        shingle: Any = config.shingle
+        put(texts, facts_of_texts(contents, shingle, *drawn, repetition=config.repetition))
+    if tokens := [i for i, row in enumerate(batch) if isinstance(row.content, np.ndarray)]:
+        contents = [batch[i].content for i in tokens]
+        put(tokens, facts_of_tokens(contents, *drawn, repetition=config.repetition))
+    lengths = [0 if row.content is None else len(row.content) for row in batch]
+    return {
+        "exact": exact,
+        "lengths": np.array(lengths, np.int64),
+        "quality": np.array([_number(row.columns) for row in batch], np.float64),
+        "readable": np.array([row.readable for row in batch], np.bool_),
+        "has_content": np.array([row.content is not None for row in batch], np.bool_),
+        "repetitive": repetitive,
+    }, signatures
+
+
+def _number(columns: tuple[Any, ...]) -> float:
+    """The quality of a row, nan where its column holds no number."""
+    value = columns[0] if columns else None
+    return float(value) if isinstance(value, int | float) else float("nan")

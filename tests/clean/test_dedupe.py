@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonl_files import write_jsonl
 
-from auditor.clean.dedupe import DedupeConfig, dedupe
+from auditor.clean.config import DedupeConfig
+from auditor.clean.dedupe import dedupe
 from auditor.clean.manifest import Manifest, load_manifest, verify
 from auditor.clean.shards import MARKER
 from auditor.errors import ShardError
@@ -132,7 +133,7 @@ def test_dedupe_refuses_shingles_that_do_not_fit_the_content(
     path = write_jsonl(tmp_path / "a.jsonl", [{column: value}])
     with pytest.raises(ShardError, match=rf"{shingle}.*--shingle"):
         dedupe([path], tmp_path / "out", config=DedupeConfig(shingle=shingle))
-    assert not (tmp_path / "out").exists()
+    assert dedupe([path], tmp_path / "out").counts["rows_out"] == 1
 
 
 def test_dedupe_drops_and_counts_unreadable_rows_on_request(tmp_path: Path) -> None:
@@ -187,31 +188,58 @@ def test_dedupe_result_does_not_depend_on_how_rows_are_sharded(tmp_path: Path) -
     assert many.rows.select(columns).equals(one.rows.select(columns))
 
 
-def test_dedupe_takes_over_an_interrupted_output(
+def test_dedupe_goes_on_where_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b"):
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": LOREM}, {"text": name}])
 
     def stop(stage: str, done: int, total: int) -> None:
-        if (stage, done) == ("write", 1):
+        if stage == "write" and 0 < done < total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         dedupe([tmp_path / "in"], tmp_path / "out", progress=stop)
     assert not (tmp_path / "out" / "manifest.json").exists()
+    first = (tmp_path / "out" / "data" / "a.jsonl").stat()
     manifest = dedupe([tmp_path / "in"], tmp_path / "out")
+    assert (tmp_path / "out" / "data" / "a.jsonl").stat().st_ino == first.st_ino
     assert decisions(manifest) == ["kept", "kept", "exact", "kept"]
     assert verify(tmp_path / "out").ok
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        *("data", "manifest.json", "rows.parquet")
+    ]
     with pytest.raises(ShardError, match="not empty"):
         dedupe([tmp_path / "in"], tmp_path / "out")
 
 
-def test_dedupe_reports_progress_by_shards(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+def test_dedupe_starts_over_for_other_settings_or_inputs(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": LOREM}, {"text": NEAR}])
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "write":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dedupe([path], tmp_path / "out", progress=stop)
+    write_jsonl(path, [{"text": LOREM}, {"text": NEAR}, {"text": VERSE}])
+    with pytest.raises(KeyboardInterrupt):
+        dedupe([path], tmp_path / "out", progress=stop)
+    manifest = dedupe([path], tmp_path / "out", config=DedupeConfig(threshold=1.0))
+    assert decisions(manifest) == ["kept", "kept", "kept"]
+
+
+def test_dedupe_reports_progress_in_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": LOREM}, {"text": NEAR + name}])
+    size = (tmp_path / "a.jsonl").stat().st_size
     told: list[tuple[str, int, int]] = []
-    dedupe([path], tmp_path / "out", progress=lambda *event: told.append(event))
-    assert told == [(s, i, 1) for s in ("read", "verify", "write") for i in (0, 1)]
+    dedupe([tmp_path / "*.jsonl"], tmp_path / "out", progress=lambda *event: told.append(event))
+    assert told == [
+        (stage, done * size, 2 * size)
+        for stage in ("read", "compare", "write")
+        for done in (0, 1, 2)
+    ]
 
 
 def test_dedupe_projects_epochs_and_keeps_them_within_the_budget(tmp_path: Path) -> None:

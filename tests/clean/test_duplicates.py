@@ -7,6 +7,7 @@ import gzip
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from auditor.clean.duplicates import (
     BUCKET_KEEPERS,
+    Keepers,
     candidates,
     choose_keepers,
     clusters,
-    exact_keepers,
-    keep_order,
+    exact_leaders,
     plausible,
+    union,
     verify_pairs,
 )
 from auditor.measure.sketch import jaccard, shingle_hashes_text, signatures_text
@@ -114,60 +116,115 @@ def test_candidates_refuse_bands_that_do_not_divide() -> None:
         candidates(signatures_text(["x", "y"]), np.arange(2), bands=33)
 
 
-def test_exact_keepers_follow_the_keep_order_and_skip_unusable_rows() -> None:
+def test_bands_apart_and_together_give_the_same_pairs() -> None:
+    texts = revisions(30, 5)
+    signatures = signatures_text(texts)
+    rows = np.arange(len(texts))[::-1].copy()
+    whole = candidates(signatures, rows, threshold=0.7)
+    parts = [
+        candidates(signatures, rows, of_bands=range(low, low + 8), threshold=0.7)
+        for low in (0, 8, 16, 24)
+    ]
+    joined = union(parts, len(texts))
+    assert joined.pairs.tolist() == whole.pairs.tolist()
+    assert joined.n_proposed == whole.n_proposed > len(whole.pairs)
+    unfiltered = candidates(signatures, rows).pairs
+    assert whole.pairs.tolist() == plausible(signatures, unfiltered, 0.7).tolist()
+
+
+def test_exact_leaders_follow_the_keep_order_and_skip_unusable_rows() -> None:
     hashes = np.array([5, 7, 5, 7, 5])
     usable = np.array([True, True, True, True, False])
-    assert exact_keepers(hashes, np.arange(5), usable).tolist() == [0, 1, 0, 1, -1]
-    longest = keep_order(5, np.array([1, 2, 9, 2, 9]))
-    assert longest.tolist() == [2, 4, 1, 3, 0]
-    assert exact_keepers(hashes, longest, usable).tolist() == [2, 1, 2, 1, -1]
+    assert exact_leaders(hashes, np.arange(5), usable).tolist() == [0, 1, 0, 1, -1]
+    backwards = np.arange(5)[::-1]
+    assert exact_leaders(hashes, backwards, usable).tolist() == [2, 3, 2, 3, -1]
+
+
+def choose(pairs: np.ndarray, similarity: np.ndarray, n: int) -> Keepers:
+    return choose_keepers(
+        pairs,
+        similarity,
+        leader=np.arange(n),
+        order=np.arange(n),
+        threshold=np.full(n, 0.8),
+        protected=np.zeros(n, np.bool_),
+    )
 
 
 def test_choose_keepers_does_not_drop_along_a_chain() -> None:
     """1 resembles 0 and 2 resembles 1, but 2 does not resemble 0: 2 stays."""
     pairs = np.array([[0, 1], [1, 2]])
-    keeper, similarity = choose_keepers(pairs, np.array([0.9, 0.85]), np.arange(3), 0.8)
-    assert keeper.tolist() == [-1, 0, -1]
-    assert similarity[1] == 0.9
+    chosen = choose(pairs, np.array([0.9, 0.85]), 3)
+    assert chosen.keeper.tolist() == [-1, 0, -1]
+    assert chosen.similarity[1] == 0.9
     assert clusters(3, pairs).tolist() == [0, 0, 0]
 
 
 def test_choose_keepers_names_the_most_similar_kept_row() -> None:
     pairs = np.array([[0, 2], [1, 2], [0, 3], [1, 3]])
     similarity = np.array([0.82, 0.95, 0.9, 0.9])
-    assert choose_keepers(pairs, similarity, np.arange(4), 0.8)[0].tolist() == [-1, -1, 1, 0]
+    assert choose(pairs, similarity, 4).keeper.tolist() == [-1, -1, 1, 0]
 
 
-graphs = st.integers(1, 12).flatmap(
-    lambda n: st.tuples(
-        st.permutations(range(n)),
-        st.lists(
-            st.tuples(st.integers(0, n - 1), st.integers(0, n - 1), st.floats(0.5, 1)),
-            unique_by=lambda edge: frozenset(edge[:2]),
-            max_size=30,
-        ).map(lambda edges: [edge for edge in edges if edge[0] != edge[1]]),
-    )
-)
+@st.composite
+def corpora_of_groups(draw: st.DrawFn) -> dict[str, Any]:
+    """Rows with contents, similarities of contents, an order, thresholds and protected rows."""
+    n = draw(st.integers(1, 12))
+    contents = draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
+    similar = {
+        (a, b): draw(st.sampled_from([0.0, 0.6, 0.8, 0.9])) for a, b in combinations(range(6), 2)
+    }
+    return {
+        "contents": contents,
+        "similar": similar,
+        "order": draw(st.permutations(range(n))),
+        "threshold": draw(st.lists(st.sampled_from([0.6, 0.8]), min_size=n, max_size=n)),
+        "protected": draw(st.lists(st.booleans(), min_size=n, max_size=n)),
+        "usable": draw(
+            st.lists(st.sampled_from([True, True, True, False]), min_size=n, max_size=n)
+        ),
+        "copies": draw(st.integers(1, 3)),
+    }
 
 
-@settings(deadline=None)
-@given(graphs)
-def test_choose_keepers_equals_one_row_after_another(
-    graph: tuple[list[int], list[tuple[int, int, float]]],
-) -> None:
-    order, edges = graph
-    near = {frozenset(edge[:2]): edge[2] for edge in edges if edge[2] >= 0.8}
+@settings(deadline=None, max_examples=300)
+@given(corpora_of_groups())
+def test_choose_keepers_equals_one_row_after_another(drawn: dict[str, Any]) -> None:
+    contents, order, usable = drawn["contents"], drawn["order"], drawn["usable"]
+
+    def similarity(a: int, b: int) -> float:
+        pair = tuple(sorted((contents[a], contents[b])))
+        return 1.0 if pair[0] == pair[1] else drawn["similar"][pair]
+
     kept: list[int] = []
+    keeper_of = {}
     for row in order:
-        if not any(frozenset((row, other)) in near for other in kept):
+        if not usable[row]:
+            continue
+        like = [other for other in kept if similarity(row, other) >= drawn["threshold"][row]]
+        if len(like) < drawn["copies"] or drawn["protected"][row]:
             kept.append(row)
-    pairs = np.array([edge[:2] for edge in edges], np.int64).reshape(-1, 2)
-    similarity = np.array([edge[2] for edge in edges])
-    keeper, jaccard_to = choose_keepers(pairs, similarity, np.array(order), 0.8)
-    assert set(np.flatnonzero(keeper < 0).tolist()) == set(kept)
-    for row in np.flatnonzero(keeper >= 0).tolist():
-        assert keeper[row] in kept
-        assert jaccard_to[row] == near[frozenset((row, int(keeper[row])))]
+        else:
+            keeper_of[row] = max(
+                like, key=lambda other: (similarity(row, other), -kept.index(other))
+            )
+
+    leader = exact_leaders(np.array(contents), np.array(order), np.array(usable))
+    leaders = [row for row in order if leader[row] == row]
+    pairs = np.array(list(combinations(leaders, 2)), np.int64).reshape(-1, 2)
+    chosen = choose_keepers(
+        pairs,
+        np.array([similarity(a, b) for a, b in pairs.tolist()]),
+        leader=leader,
+        order=np.array(order),
+        threshold=np.array(drawn["threshold"]),
+        protected=np.array(drawn["protected"]),
+        copies=drawn["copies"],
+    )
+    found = {int(row): int(chosen.keeper[row]) for row in np.flatnonzero(chosen.keeper >= 0)}
+    assert found == keeper_of
+    for row, keeper in found.items():
+        assert chosen.similarity[row] == similarity(row, keeper)
 
 
 def test_clusters_are_numbered_by_their_first_row() -> None:

@@ -15,6 +15,7 @@ from jsonl_files import write_jsonl
 from auditor.clean.dedupe import dedupe
 from auditor.clean.manifest import load_manifest, verify
 from auditor.errors import ManifestError, SchemaVersionError
+from auditor.measure.sketch import NORMALISATION_VERSION
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def edit(cleaned: Path, change: Any) -> None:
 def test_manifest_records_parents_children_and_settings(cleaned: Path) -> None:
     document = load_manifest(cleaned).document
     assert document["run_id"] == "run-7"
-    assert document["normalisation_version"] == 1
+    assert document["normalisation_version"] == NORMALISATION_VERSION
     assert document["parameters"]["threshold"] == 0.8
     assert document["capped_buckets"] == {"n_buckets": 0, "n_pairs_left_out": 0}
     first = document["shards"][0]

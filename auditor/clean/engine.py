@@ -1,0 +1,152 @@
+"""Where the stages of cleaning run: in this process, or in several on this machine.
+
+A stage is a function of one small task. It leaves what it makes in the work folder, whole or not at
+all, and finds it there when it is called again: so a worker that dies costs its task and no more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Final, Protocol, TypeVar
+
+from auditor.errors import ShardError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (read, pair, compare, write), what is done of it and what there is in all:
+bytes of the shards, or groups of bands for pair."""
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_ATTEMPTS: Final = 3
+"""Times that a task is tried whose worker died: killed once is bad luck, thrice is its memory."""
+
+_WATCH_S: Final = 0.5
+"""Time between two looks at whether the parent of a worker is there, in seconds."""
+
+
+class Engine(Protocol):
+    """Runs a stage over many tasks."""
+
+    def map(
+        self,
+        stage: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        done: Callable[[int], None],
+    ) -> list[Result]:
+        """Results in the order of the tasks; ``done`` gets the number of each one that is through.
+
+        Raises what a stage raises, and ``ShardError`` where its worker keeps dying.
+        """
+
+    def close(self) -> None:
+        """Let the workers go."""
+
+
+class InProcess:
+    """One task after the other."""
+
+    def map(
+        self,
+        stage: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        done: Callable[[int], None],
+    ) -> list[Result]:
+        results = []
+        for number, task in enumerate(tasks):
+            results.append(stage(task))
+            done(number)
+        return results
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    """Several processes of this machine, which are started when they are first needed.
+
+    They are spawned, not forked: a fork of a process that has threads can hang. A script that calls
+    this needs ``if __name__ == "__main__":`` around what it does.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self._n_workers = n_workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def map(
+        self,
+        stage: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        done: Callable[[int], None],
+    ) -> list[Result]:
+        results: dict[int, Result] = {}
+        for _ in range(_ATTEMPTS):
+            pool = self._started()
+            futures = {
+                pool.submit(stage, task): number
+                for number, task in enumerate(tasks)
+                if number not in results
+            }
+            try:
+                for future in as_completed(futures):
+                    number = futures[future]
+                    results[number] = future.result()
+                    done(number)
+                return [results[number] for number in range(len(tasks))]
+            except BrokenProcessPool:
+                self.close()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        raise ShardError(
+            "a worker process was killed again and again, most likely for its memory",
+            remedy="Run the same command with fewer --workers: it goes on where it stopped",
+        )
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def _started(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._n_workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin_worker,
+                initargs=(os.getpid(),),
+            )
+        return self._pool
+
+
+def _begin_worker(parent: int) -> None:
+    # Ctrl-C reaches the workers as well: they leave without a word, the parent speaks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its parent has been killed: nobody waits for its work any more."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(1)
+
+
+def told(stage: str, sizes: Sequence[int], tell: Progress) -> Callable[[int], None]:
+    """The ``done`` of a map whose tasks have these sizes, as progress of a stage."""
+    total, through = sum(sizes), 0
+    tell(stage, 0, total)
+
+    def done(number: int) -> None:
+        nonlocal through
+        through += sizes[number]
+        tell(stage, through, total)
+
+    return done

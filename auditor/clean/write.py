@@ -1,0 +1,96 @@
+"""Last stage: the cleaned copy of each shard, and the table of what became of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from auditor.clean.decide import REASONS, Decisions
+from auditor.clean.row import Reading
+from auditor.clean.scan import Scan, changed
+from auditor.clean.shards import Shard
+from auditor.clean.work import read_json, write_json
+from auditor.files import atomic, sha256_of
+from auditor.schema import ROWS
+
+_ARROW: Final = {"str": pa.string(), "i64": pa.int64(), "f32": pa.float32()}
+_ROWS: Final = pa.schema([(name, _ARROW[kind]) for name, kind in ROWS.items()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteTask:
+    """A shard (bool [n_rows]: which rows stay) to write to ``child``."""
+
+    shard: Shard
+    sha256: str
+    keep: NDArray[np.bool_]
+    child: Path
+    journal: Path
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Written:
+    """The cleaned copy of a shard: SHA-256 of its file, or of its files, and their bytes."""
+
+    sha256: str
+    n_bytes: int
+
+
+def write_shard(task: WriteTask) -> Written:
+    """Stage: copy the rows of a shard that stay.
+
+    Raises ``ShardError`` where the shard is not what it was when it was scanned.
+    """
+    kept = sha256(task.keep.tobytes()).hexdigest()
+    done = read_json(task.journal)
+    if done is not None and done["kept"] == kept and task.child.exists():
+        return Written(done["sha256"], done["n_bytes"])
+    with task.shard.local(task.journal.parent) as shard:
+        if sha256_of(shard.files()) != task.sha256:
+            raise changed(task.shard)
+        shard.copy(task.child, task.keep, task.reading)
+    files = Shard(task.child, task.shard.name).files()
+    written = Written(sha256_of(files), sum(file.stat().st_size for file in files))
+    write_json(task.journal, {"kept": kept, "sha256": written.sha256, "n_bytes": written.n_bytes})
+    return written
+
+
+def write_rows(path: Path, shards: Sequence[Shard], facts: Scan, decisions: Decisions) -> None:
+    """Write ``rows.parquet``, columns of ``schema.ROWS``, one row group or more per shard."""
+    names = np.array([*(shard.name for shard in shards), None], object)
+    reasons = np.array(REASONS, object)
+    with (
+        atomic(path) as file,
+        pq.ParquetWriter(file, _ROWS, compression="zstd") as writer,
+    ):
+        for number, shard in enumerate(shards):
+            span = slice(facts.starts[number], facts.starts[number + 1])
+            identities = facts.identities(number)
+            keeper = decisions.keeper[span]
+            no_keeper = keeper < 0
+            of_shard = np.searchsorted(facts.starts, keeper, "right") - 1
+            of_shard[no_keeper] = -1
+            cluster = decisions.cluster[span]
+            columns = {
+                "shard": np.full(len(keeper), shard.name, object),
+                "row": np.arange(len(keeper)),
+                "sample_id": identities.column("sample_id"),
+                "source": identities.column("source"),
+                "decision": np.where(decisions.kept[span], "kept", "dropped").astype(object),
+                "reason": reasons[decisions.reason[span]],
+                "cluster": pa.array(cluster, mask=cluster < 0),
+                "keeper_shard": names[of_shard],
+                "keeper_row": pa.array(keeper - facts.starts[of_shard], mask=no_keeper),
+                "jaccard": pa.array(decisions.jaccard[span].astype(np.float32), mask=no_keeper),
+                "weight": decisions.weight[span].astype(np.float32),
+            }
+            writer.write_table(pa.table(columns, schema=_ROWS))
