@@ -215,6 +215,8 @@ class _AttentionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # what the model calls compiles itself: not our business
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if self.layer is not None:
             if func is F.scaled_dot_product_attention:
@@ -223,6 +225,9 @@ class _AttentionMode(TorchFunctionMode):
             elif func is F.multi_head_attention_forward:
                 with _guard(self._failed, "attention"):
                     self._multi_head(*args, **kwargs)
+            elif type(func).__name__ == _FLEX:
+                with _guard(self._failed, "attention"):
+                    self._flex(*args, **kwargs)
             elif func in _SOFTMAX and isinstance(result, Tensor) and result.ndim == 4:
                 with _guard(self._failed, "softmax"):
                     self._softmax(args[0], result)
@@ -254,6 +259,25 @@ class _AttentionMode(TorchFunctionMode):
         self._captured.attention[self.layer] = attention_of(
             query.detach(), key.detach(), attn_mask, is_causal=is_causal, scale=scale
         )
+
+    def _flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Tensor],
+        block_mask: tuple[Any, ...],
+        scale: float,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """``flex_attention``, run eagerly; the last of a block mask says which keys are seen."""
+        assert self.layer is not None
+        self._keep_values(value.detach().transpose(1, 2).flatten(2).flatten(0, 1))
+        if self.layer not in self._captured.attention:
+            self._captured.attention[self.layer] = flex_attention_of(
+                query.detach(), key.detach(), score_mod, block_mask[-1], scale=scale
+            )
 
     def _multi_head(
         self,
@@ -328,6 +352,7 @@ class _AttentionMode(TorchFunctionMode):
 
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_FLEX: Final = "FlexAttentionHOP"  # by name: to import it takes a second
 _PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
@@ -374,15 +399,9 @@ def attention_of(
     grouped queries (G < H) each key head serves H / G query heads.
     """
     n_queries, n_keys = query.shape[-2], key.shape[-2]
-    index = _query_index(n_queries, query.device)
-    q = query[:ENTROPY_SAMPLES].index_select(2, index).float()
-    k = key[:ENTROPY_SAMPLES].float()
-    if k.shape[1] != q.shape[1]:
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    with torch.autocast(q.device.type, enabled=False):
-        logits = q @ k.transpose(-2, -1) * (scale or 1.0 / math.sqrt(q.shape[-1]))
+    logits, index = _sampled_logits(query, key, scale)
     if is_causal:
-        hidden = torch.arange(n_keys, device=q.device) > index[:, None]
+        hidden = torch.arange(n_keys, device=query.device) > index[:, None]
         logits = logits.masked_fill(hidden, -math.inf)
     if attn_mask is not None:
         whole = (query.shape[0], 1, n_queries, n_keys)
@@ -390,3 +409,41 @@ def attention_of(
         mask = mask[:ENTROPY_SAMPLES].index_select(2, index)
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
     return _statistics(logits.softmax(dim=-1), logits)
+
+
+def flex_attention_of(
+    query: Tensor,
+    key: Tensor,
+    score_mod: Callable[..., Tensor],
+    mask_mod: Callable[..., Tensor],
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """The same where functions of (batch, head, query, key) change logits and say what is seen."""
+    logits, index = _sampled_logits(query, key, scale)
+    B, H, _, n_keys = logits.shape
+    numbers = [torch.arange(n, device=logits.device) for n in (B, H)]
+    places = (*numbers, index, torch.arange(n_keys, device=logits.device))
+    logits = _over_all(score_mod, (0,))(logits, *places)
+    visible = _over_all(mask_mod, ())(*places)
+    logits = logits.masked_fill(~visible, -math.inf)
+    return _statistics(logits.softmax(dim=-1), logits)
+
+
+def _over_all(function: Callable[..., Tensor], first: tuple[int, ...]) -> Callable[..., Tensor]:
+    """A function of single numbers (b, h, q, k), made one of vectors of them: [B, H, Q, K]."""
+    for place in (3, 2, 1, 0):
+        dims = tuple(0 if other == place else None for other in range(4))
+        function = torch.vmap(function, in_dims=(*first, *dims))
+    return function
+
+
+def _sampled_logits(query: Tensor, key: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Logits [B, H, Q, K] of a few samples and queries, and which queries, i64 [Q]."""
+    index = _query_index(query.shape[-2], query.device)
+    q = query[:ENTROPY_SAMPLES].index_select(2, index).float()
+    k = key[:ENTROPY_SAMPLES].float()
+    if k.shape[1] != q.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    with torch.autocast(q.device.type, enabled=False):
+        return q @ k.transpose(-2, -1) * (scale or 1.0 / math.sqrt(q.shape[-1])), index

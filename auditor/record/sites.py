@@ -158,7 +158,7 @@ def describe(model: nn.Module, sites: Sequence[Site], seen: Mapping[int, Collect
     if seen and not any("attention" in parts for parts in seen.values()):
         lines.append(
             "Attention was not seen: it is where it goes through scaled_dot_product_attention, "
-            "nn.MultiheadAttention or a softmax over [B, H, T, T]."
+            "nn.MultiheadAttention, flex_attention or a softmax over [B, H, T, T]."
         )
     return "\n".join(lines)
 
