@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -11,6 +11,7 @@ from auditor.explain.checkpoints import Course, Scored, onset_by_events, score
 from auditor.explain.grades import policy_of
 from auditor.measure.grading import Policy
 from auditor.measure.recovery import (
+    Drop,
     RecoveryPlan,
     Verification,
     find_drop,
@@ -50,19 +51,33 @@ def recovery_of(run: Run, pattern: str | None = None) -> Recovery:
         collapsed |= "entropy_fall" in scored.events["kind"]
     signals = run.scan("signals", view="all").collect()
     resumed = _resumed_behind_a_drop(signals, policy)
+    found = plan(
+        scored.grades,
+        scored.candidates,
+        learning_rates=_learning_rates(run),
+        entropy_collapsed=collapsed,
+        onset=onset,
+        policy=policy,
+    )
+    if drop is not None:
+        found = replace(found, summary=f"{found.summary} {_onset_told(drop, onset)}")
     return Recovery(
         run_id=run.run_id,
-        plan=plan(
-            scored.grades,
-            scored.candidates,
-            learning_rates=_learning_rates(run),
-            entropy_collapsed=collapsed,
-            onset=onset,
-            policy=policy,
-        ),
+        plan=found,
         scored=scored,
         resumed_step=resumed,
         verification=None if resumed is None else verify(scored.grades, resumed, policy),
+    )
+
+
+def _onset_told(drop: Drop, onset: tuple[int, int] | None) -> str:
+    """By what the onset was told, which the monitor's own plan cannot always know."""
+    if onset in (None, (drop.onset_low, drop.onset_high)):
+        return "The onset is that of the grade: no other signal of the model fell before it."
+    return (
+        "The onset is that of a signal that fell before the grade, see auditor report; by the "
+        "grade alone, as monitor.recovery_plan() has it, it lies after step "
+        f"{drop.onset_low}, by step {drop.onset_high}."
     )
 
 

@@ -10,7 +10,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -202,12 +202,15 @@ class GradeMonitor:
         """What to do about the latest drop, from this process's grades and checkpoints.
 
         ``print(monitor.recovery_plan())`` tells it in words; ``auditor recover run/`` knows earlier
-        attempts as well.
+        attempts as well, and moves the onset to that of other signals that fell before the grade.
         """
-        return plan(
+        found = plan(
             list(self.grades), list(self._checkpoints), learning_rates=dict(self._rates.copy()),
             entropy_collapsed=heads_fell(list(self.alerts)), policy=self._policy,
         )  # fmt: skip
+        if found.drop is None:
+            return found
+        return replace(found, summary=f"{found.summary} {_ONSET_OF_GRADE}")
 
     def _failed(self, place: str, error: Exception) -> None:
         self._recorder.failed(place, error)
@@ -516,6 +519,11 @@ class GradeMonitor:
         self._send_scalars()
         self._recorder.submit(lambda: self._raise(self._step_judge.end()), what="scalars")
 
+
+_ONSET_OF_GRADE: Final = (
+    "The onset is that of the grade alone; auditor recover moves it to that of other signals where "
+    "they fell before."
+)
 
 _monitors: weakref.WeakKeyDictionary[Recorder, GradeMonitor] = weakref.WeakKeyDictionary()
 

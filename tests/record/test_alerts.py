@@ -251,7 +251,16 @@ def test_recovery_plan_names_the_checkpoint_from_before_the_damage(
     assert f"{run.parent / 'ckpt-100'}" in str(monitor.recovery_plan())
     found = CliRunner().invoke(main, ["recover", str(run), "--json"])
     assert found.exit_code == 0, found.output
-    assert json.loads(found.output)["checkpoint"]["path"] == str(run.parent / "ckpt-100")
+    plan = json.loads(found.output)
+    assert plan["checkpoint"]["path"] == str(run.parent / "ckpt-100")
+    # Both say by what they tell the onset.
+    live = monitor.recovery_plan()
+    assert live.drop is not None
+    assert "The onset is that of the grade alone" in str(live)
+    moved = plan["drop"]["onset_high"] < live.drop.onset_high
+    by_grade = f"after step {live.drop.onset_low}, by step {live.drop.onset_high}"
+    told = f"as monitor.recovery_plan() has it, it lies {by_grade}"
+    assert (told if moved else "The onset is that of the grade") in plan["summary"]
 
 
 def test_grade_command_grades_as_live_and_by_other_thresholds(
