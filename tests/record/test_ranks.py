@@ -10,9 +10,12 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from click.testing import CliRunner
 from documents import exposures
 
 from auditor import Run
+from auditor.cli import main
+from auditor.explain.grades import judgements_of
 
 PROGRAM = Path(__file__).with_name("ranks.py")
 Log = dict[tuple[int, int], list[str]]
@@ -100,3 +103,21 @@ def test_ranks_that_all_see_the_same_data_are_warned_of(tmp_path: Path) -> None:
     log = logs(tmp_path, 2)
     assert all(log[0, step] == log[1, step] for _, step in log)
     assert recorded(tmp_path) == log
+
+
+def test_each_rank_is_graded_by_itself_offline_as_it_was_live(tmp_path: Path) -> None:
+    ranks = [start(tmp_path, rank, 2) for rank in range(2)]
+    for process in ranks:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    for rank in range(2):
+        live = signals.filter((pl.col("signal") == "grade") & (pl.col("rank") == rank))
+        judged = [one.grade for _, one in judgements_of(signals, rank=rank)]
+        assert len(judged) > 2
+        assert [one.grade for one in judged] == live.sort("step")["value"].to_list()
+    rows = signals.filter((pl.col("signal") == "sample_rank") & (pl.col("layer") == -1))
+    assert set(rows["n_rows"]) <= {8, 4, 3}  # of one rank's batch, never of both
+    found = CliRunner().invoke(main, ["grade", str(tmp_path / "run")])
+    assert "of rank 0" in found.output
+    assert f"Rank 1: {len(judged)} sampled steps" in found.output
