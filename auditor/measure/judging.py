@@ -110,8 +110,11 @@ class StepJudge:
 
     @property
     def expects_alert(self) -> bool:
-        """Whether the step that is not judged yet has a value that is not finite."""
-        return not all(map(math.isfinite, self._values.values()))
+        """Whether the step that is not judged yet will bring danger that was not told before."""
+        return any(
+            not math.isfinite(value) and self._alerts[signal].level != "danger"
+            for signal, value in self._judged_values()
+        )
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alert]:
         """Take the ``STEP_SIGNALS`` of a step, those that were measured; judge the one before."""
@@ -127,9 +130,7 @@ class StepJudge:
         alerts = []
         if self._step is not None:
             grade = Grade(self._step, math.nan, None, None, "undefined")
-            for signal, value in self._values.items():
-                if self._is_first and signal == "grad_norm":
-                    continue
+            for signal, value in self._judged_values():
                 bad = not math.isfinite(value)
                 what = f"{signal} is {value}" if bad else f"{signal} is finite again"
                 called = "danger" if bad else ""
@@ -137,6 +138,10 @@ class StepJudge:
             self._is_first = False
         self._step, self._values = None, {}
         return [alert for alert in alerts if alert is not None]
+
+    def _judged_values(self) -> list[tuple[str, float]]:
+        left_out = "grad_norm" if self._is_first else None
+        return [(signal, value) for signal, value in self._values.items() if signal != left_out]
 
 
 def measured_of(columns: Mapping[str, Any], place: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ from auditor.explain.grades import alerts_of, judgements_of, step_alerts_of
 from auditor.measure.grading import Alert, Policy
 from auditor.record.actions import StopTraining
 from auditor.record.exporters import JSONLines
+from auditor.record.signals import scalars_frame
 
 EARLY = Policy(warmup_samples=1, warmup_steps=10)
 """So that a short run can alarm."""
@@ -174,12 +175,29 @@ def test_value_that_is_not_finite_is_danger_at_any_step_without_waiting_for_the_
     assert "step 37: danger: loss is" in command.output
 
 
-def test_last_step_is_judged_and_a_long_stretch_is_told_once(tmp_path: Path) -> None:
+def frames_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the frames of scalars that are sent from now on."""
+    sent: list[int] = []
+
+    def noted(columns: Mapping[str, Any]) -> Any:
+        sent.append(len(columns["step"]))
+        return scalars_frame(columns)
+
+    monkeypatch.setattr("auditor.record.monitor.scalars_frame", noted)
+    return sent
+
+
+def test_last_step_is_judged_and_a_long_stretch_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     last, _ = train_on(tmp_path / "last", losses={19: math.nan}, n=20)
     assert told(last.alerts) == {(19, "loss", "danger")}
     stretch = dict.fromkeys(range(30, 120), math.nan)
+    sent = frames_sent(monkeypatch)
     monitor, _ = train_on(tmp_path / "run", losses=stretch)
     assert told(monitor.alerts) == {(30, "loss", "danger")}
+    # Copied in bulk again once it is told, not step by step for the rest of the run.
+    assert len(sent) < 12
 
 
 def test_overflow_of_a_step_that_is_tried_again_is_no_alert(tmp_path: Path) -> None:
