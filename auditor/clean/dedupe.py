@@ -24,6 +24,7 @@ or killed, goes on when it is made again, and gives the same bytes.
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -38,6 +39,7 @@ import polars as pl
 from auditor.clean.config import REPETITIVE_ELEMENTS, DedupeConfig
 from auditor.clean.decide import REASONS, Decisions, Marked, decide
 from auditor.clean.engine import Engine, InProcess, Progress, told
+from auditor.clean.inputs import filesystem
 from auditor.clean.manifest import Manifest, write_manifest
 from auditor.clean.mixes import cap_repetition
 from auditor.clean.scan import Scan, ScanTask, join_scans, scan_shard
@@ -45,6 +47,7 @@ from auditor.clean.shards import Inputs, Shard, check_out, find_shards
 from auditor.clean.work import work_folder
 from auditor.clean.write import WriteTask, Written, write_rows, write_shard
 from auditor.errors import ShardError
+from auditor.files import atomic
 from auditor.measure.sketch import NORMALISATION_VERSION
 from auditor.schema import MANIFEST_VERSION
 
@@ -152,6 +155,7 @@ def _run(
         "mix": weights,
         "sources": sources,
         "shards": _entries(shards, facts, decisions, written),
+        "beside": _copy_beside(found, out) if write else [],
         "ignored": [str(path) for path in found.ignored],
         "findings": findings[:_MAX_FINDINGS],
         "n_findings": len(findings),
@@ -208,6 +212,20 @@ def _sizes(shards: Sequence[Shard]) -> list[int]:
         1 if isinstance(shard.path, str) else sum(file.stat().st_size for file in shard.files())
         for shard in shards
     ]
+
+
+def _copy_beside(found: Inputs, out: Path) -> list[str]:
+    """Copy the small files that several shards are opened by; returns their names."""
+    for path, name in found.beside:
+        target = out / "data" / name
+        if isinstance(path, Path):
+            with path.open("rb") as source, atomic(target) as sink:
+                shutil.copyfileobj(source, sink)
+        else:
+            system, inner = filesystem(path)
+            with atomic(target) as sink:
+                sink.write(system.cat_file(inner))
+    return [name for _, name in found.beside]
 
 
 def _entries(

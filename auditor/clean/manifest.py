@@ -411,7 +411,10 @@ def _check_totals(manifest: Manifest, failures: list[str]) -> None:
 def _check_strays(manifest: Manifest, failures: list[str]) -> None:
     """Files among the cleaned shards that the manifest knows nothing of."""
     folder = manifest._folder() / "data"
+    if not manifest.has_children:
+        return
     known = {file.resolve() for shard in manifest.shards for file in shard.files()}
+    known |= {(folder / name).resolve() for name in manifest.document.get("beside", ())}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     failures += [f"{path}: not in the manifest" for path in files if path.resolve() not in known]
 
