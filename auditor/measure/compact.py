@@ -25,6 +25,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from auditor.measure import repetition, sketch
+from auditor.measure import text as kernels
 from auditor.measure.agreement import N_PERMUTATIONS
 
 N_BANDS: Final = 32
@@ -68,10 +69,10 @@ def _ids(content: bytes | NDArray[Any]) -> NDArray[Any]:
 
 
 def _of_texts(texts: list[str]) -> NDArray[np.int64]:
-    data, offsets = sketch.pack([sketch.lowered(text) for text in texts])
+    data, offsets = kernels.pack_texts(texts)
     a, b = sketch.permutations(N_PERMUTATIONS)
     out = np.zeros((len(texts), WORDS), np.int64)
-    _text_rows(data, offsets, sketch.classes_table(), a, b, out)
+    _text_rows(data, offsets, kernels.points_table(), a, b, out)
     return out
 
 
@@ -86,7 +87,7 @@ def _of_tokens(samples: Sequence[NDArray[Any]] | NDArray[Any]) -> NDArray[np.int
 @njit(nogil=True, cache=True)
 def _fill(signature, content, share, row, as_float):  # type: ignore[no-untyped-def]
     """Write one row; ``as_float`` is f32 scratch [1]. A content hash of 0 would mean none."""
-    row[CONTENT] = np.int64(max(content & _KEPT, np.uint64(1)))
+    row[CONTENT] = np.int64(max(content, np.uint64(1)))
     as_float[0] = share
     row[REPETITION] = np.int64(as_float.view(np.uint32)[0])
     empty = True
@@ -111,74 +112,45 @@ def _fill(signature, content, share, row, as_float):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True, cache=True)
-def _text_content(data, start, stop, classes):  # type: ignore[no-untyped-def]
-    """Hash of the code points, a run of whitespace being one space and none at the ends."""
-    h = _CONTENT_SEED
-    pending = False
-    begun = False
-    i = start
-    while i < stop:
-        point, width = sketch.decode(data, i, stop)
-        if classes[point] & sketch.IS_SPACE:
-            pending = begun
-        else:
-            if pending:
-                h = (h ^ np.uint64(32)) * _CONTENT_FACTOR
-                pending = False
-            h = (h ^ np.uint64(point)) * _CONTENT_FACTOR
-            h ^= h >> np.uint64(31)
-            begun = True
-        i += width
-    return sketch.mix64(h)
-
-
-@njit(nogil=True, cache=True)
-def _text_rows(data, offsets, classes, a, b, out):  # type: ignore[no-untyped-def]
-    longest = 0
-    for i in range(len(offsets) - 1):
-        longest = max(longest, offsets[i + 1] - offsets[i])
-    words = np.empty(longest + 1, np.uint64)
-    shingles = np.empty(longest + 1, np.uint64)
-    covered = np.empty(longest + 1, np.uint8)
-    mixed = np.empty(2048, np.uint32)
+def _text_rows(data, offsets, table, a, b, out):  # type: ignore[no-untyped-def]
+    scratch = sketch.text_scratch(offsets)
+    low, content, word_bits, space_bits, edges, elements = scratch
+    covered = np.empty(len(elements), np.uint8)
+    mixed = np.empty(sketch.BLOCK, np.uint32)
     signature = np.empty(N_PERMUTATIONS, np.uint32)
     as_float = np.empty(1, np.float32)
     for i in range(len(offsets) - 1):
-        start, stop = offsets[i], offsets[i + 1]
-        n_words = sketch.words(data, start, stop, classes, words)
+        n, n_letters, n_unspaced, n_letter_bytes = kernels.lower(
+            data, offsets[i], offsets[i + 1], table, low, word_bits, space_bits
+        )
+        count = kernels.words(low, n, word_bits, edges, elements)
         share = 0.0
-        if n_words > 0:
-            share = repetition.stretches(words[:n_words], covered[:n_words])[0] / n_words
-        if sketch.choose(data, start, stop, classes) == sketch.WORD:
-            shingles[:n_words] = words[:n_words]
-            n = sketch.combine(shingles, n_words, sketch.WORD)
-        else:
-            n = sketch.chars(data, start, stop, classes, shingles)
-            n = sketch.combine(shingles, n, sketch.CHAR)
-        sketch.minimum(shingles, n, mixed, a, b, signature)
-        _fill(signature, _text_content(data, start, stop, classes), share, out[i], as_float)
+        if count > 0:
+            share = repetition.stretches(elements, count, covered)[0] / count
+        size = kernels.collapse(low, n, space_bits, content, 0)
+        kind = kernels.choose(n, word_bits, n_letters, n_unspaced, n_letter_bytes)
+        if kind == kernels.CHAR:
+            count = kernels.characters(content, 0, size, elements)
+            kernels.mix_all(elements, count)
+        sketch.sign(elements, count, kind, mixed, a, b, signature)
+        _fill(signature, kernels.content_hash(content, 0, size), share, out[i], as_float)
 
 
 @njit(nogil=True, cache=True)
 def _token_rows(values, offsets, a, b, out):  # type: ignore[no-untyped-def]
-    longest = 0
-    for i in range(len(offsets) - 1):
-        longest = max(longest, offsets[i + 1] - offsets[i])
-    shingles = np.empty(longest + 1, np.uint64)
-    covered = np.empty(longest + 1, np.uint8)
-    mixed = np.empty(2048, np.uint32)
+    elements = sketch.token_scratch(offsets)
+    covered = np.empty(len(elements), np.uint8)
+    mixed = np.empty(sketch.BLOCK, np.uint32)
     signature = np.empty(N_PERMUTATIONS, np.uint32)
     as_float = np.empty(1, np.float32)
     for i in range(len(offsets) - 1):
-        start, stop = offsets[i], offsets[i + 1]
-        length = stop - start
+        n = sketch.token_elements(values, offsets[i], offsets[i + 1], elements)
         share = 0.0
         h = _CONTENT_SEED
-        if length > 0:
-            share = repetition.stretches(values[start:stop], covered[:length])[0] / length
-            for k in range(start, stop):
-                h = (h ^ np.uint64(values[k])) * _CONTENT_FACTOR
+        if n > 0:
+            share = repetition.stretches(elements, n, covered)[0] / n
+            for k in range(n):
+                h = (h ^ elements[k]) * _CONTENT_FACTOR
                 h ^= h >> np.uint64(31)
-        n = sketch.token_hashes(values, start, stop, shingles)
-        sketch.minimum(shingles, n, mixed, a, b, signature)
-        _fill(signature, sketch.mix64(h), share, out[i], as_float)
+        sketch.sign(elements, n, kernels.TOKEN, mixed, a, b, signature)
+        _fill(signature, kernels.mix64(h) & _KEPT, share, out[i], as_float)

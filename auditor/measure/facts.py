@@ -1,6 +1,8 @@
 """What cleaning must know of every sample, measured in one call for many of them.
 
 Shape legend: **N** samples, **P** permutations, **S** distinct shingles of all samples together.
+
+All that Python does per text is to encode it. The kernels release the GIL.
 """
 
 from __future__ import annotations
@@ -10,20 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from auditor.measure.repetition import character_ids, repetition_batch, word_ids
-from auditor.measure.sketch import (
-    TextShingle,
-    choose_shingle,
-    exact_hash_text,
-    exact_hash_tokens,
-    pack_tokens,
-    shingle_hashes_text,
-    shingle_hashes_tokens,
-    signatures_text,
-    signatures_tokens,
-)
+from auditor.measure import sketch
+from auditor.measure import text as kernels
+from auditor.measure.blake2b import blake2b_64
+from auditor.measure.repetition import stretches
+from auditor.measure.sketch import Scheme, TextShingle, kind_of, pack_tokens
+
+_KEPT = np.uint64(0x7FFF_FFFF_FFFF_FFFF)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +45,29 @@ def facts_of_texts(
     seed: int = 1,
     *,
     repetition: bool,
+    scheme: Scheme = "affine32",
 ) -> Facts:
-    """Facts of texts; ``"auto"`` chooses word or character shingles text by text."""
-    elements = [_elements(text, shingle) for text in texts]
-    exact = np.array([exact_hash_text(text) for text in texts], np.int64)
-    return _facts(
-        exact, signatures_text(texts, shingle, n_permutations, seed), elements, repetition
+    """Facts of texts; ``"auto"`` chooses word or character shingles text by text.
+
+    ``exact`` is ``exact_hash_text``, and repetition is counted in the words of texts compared by
+    words (``word_ids``), else in the characters of words (``character_ids``).
+    """
+    data, offsets = kernels.pack_texts(texts)
+    facts = _empty(len(texts), n_permutations)
+    _of_texts(
+        data,
+        offsets,
+        kind_of(shingle),
+        kernels.points_table(),
+        *sketch.factors(scheme, n_permutations, seed),
+        repetition,
+        facts.exact,
+        facts.signatures,
+        facts.share,
+        facts.repeats,
+        facts.n_elements,
     )
+    return facts
 
 
 def facts_of_tokens(
@@ -62,55 +76,97 @@ def facts_of_tokens(
     seed: int = 1,
     *,
     repetition: bool,
+    scheme: Scheme = "affine32",
 ) -> Facts:
-    """Facts of 1-D integer arrays of token ids."""
-    exact = np.array([exact_hash_tokens(ids) for ids in samples], np.int64)
-    return _facts(exact, signatures_tokens(samples, n_permutations, seed), samples, repetition)
+    """Facts of 1-D integer arrays of token ids; ``exact`` is ``exact_hash_tokens``."""
+    values, offsets = pack_tokens(samples)
+    facts = _empty(len(offsets) - 1, n_permutations)
+    _of_tokens(
+        values,
+        values.astype("<i8", copy=False).view(np.uint8),
+        offsets,
+        *sketch.factors(scheme, n_permutations, seed),
+        repetition,
+        facts.exact,
+        facts.signatures,
+        facts.share,
+        facts.repeats,
+        facts.n_elements,
+    )
+    return facts
 
 
 def distinct_hashes(
     texts: Sequence[str], shingle: TextShingle
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Distinct 64-bit shingle hashes of each text, sorted: u64 [S], and offsets i64 [N + 1]."""
-    return _joined([np.unique(shingle_hashes_text(text, shingle, bits=64)) for text in texts])
+    return sketch.distinct_hashes_text(texts, shingle)
 
 
 def distinct_hashes_tokens(
     samples: Sequence[NDArray[Any]],
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """The same for 1-D integer arrays of token ids."""
-    return _joined([np.unique(shingle_hashes_tokens(ids, bits=64)) for ids in samples])
+    return sketch.distinct_hashes_tokens(samples)
 
 
-def _elements(text: str, shingle: TextShingle) -> NDArray[np.int64]:
-    chosen = choose_shingle(text) if shingle == "auto" else shingle
-    return word_ids(text) if chosen == "word5" else character_ids(text)
-
-
-def _facts(
-    exact: NDArray[np.int64],
-    signatures: NDArray[np.uint32],
-    elements: Sequence[NDArray[Any]],
-    repetition: bool,
-) -> Facts:
-    values, offsets = pack_tokens(elements)
-    n = len(exact)
-    share, repeats = np.zeros(n, np.float32), np.zeros(n, np.int64)
-    if repetition:
-        share, copies = repetition_batch(values, offsets)
-        repeats = copies.astype(np.int64)
+def _empty(n: int, n_permutations: int) -> Facts:
     return Facts(
-        exact=exact,
-        signatures=signatures,
-        share=share,
-        repeats=repeats,
-        n_elements=np.diff(offsets),
+        exact=np.zeros(n, np.int64),
+        signatures=np.empty((n, n_permutations), np.uint32),
+        share=np.zeros(n, np.float32),
+        repeats=np.zeros(n, np.int64),
+        n_elements=np.zeros(n, np.int64),
     )
 
 
-def _joined(
-    parts: list[NDArray[np.uint64]],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    offsets = np.zeros(len(parts) + 1, np.int64)
-    np.cumsum([len(part) for part in parts], out=offsets[1:])
-    return np.concatenate(parts) if parts else np.empty(0, np.uint64), offsets
+@njit(nogil=True, cache=True)
+def _of_texts(  # type: ignore[no-untyped-def]
+    data, offsets, kind, table, a, b, repetition, exact, signatures, share, repeats, n_elements
+):
+    scratch = sketch.text_scratch(offsets)
+    low, content, word_bits, space_bits, edges, elements = scratch
+    covered = np.empty(len(elements), np.uint8)
+    mixed = np.empty(sketch.BLOCK, np.uint32)
+    h, m = np.empty(8, np.uint64), np.empty(16, np.uint64)
+    for i in range(len(offsets) - 1):
+        n, n_letters, n_unspaced, n_letter_bytes = kernels.lower(
+            data, offsets[i], offsets[i + 1], table, low, word_bits, space_bits
+        )
+        chosen = kind
+        if kind == kernels.AUTO:
+            chosen = kernels.choose(n, word_bits, n_letters, n_unspaced, n_letter_bytes)
+        size = kernels.collapse(low, n, space_bits, content, 0)
+        exact[i] = blake2b_64(content, 0, size, h, m) & _KEPT
+        if chosen == kernels.WORD:
+            count = kernels.words(low, n, word_bits, edges, elements)
+        elif repetition:
+            count = kernels.word_characters(low, n, word_bits, elements)
+        else:
+            count = kernels.count_words(n, word_bits, n_letters, n_letter_bytes)[1]
+        n_elements[i] = count
+        if repetition and count:
+            n_covered, repeats[i] = stretches(elements, count, covered)
+            share[i] = n_covered / count
+        if chosen == kernels.CHAR:
+            count = kernels.characters(content, 0, size, elements)
+            kernels.mix_all(elements, count)
+        sketch.sign(elements, count, chosen, mixed, a, b, signatures[i])
+
+
+@njit(nogil=True, cache=True)
+def _of_tokens(  # type: ignore[no-untyped-def]
+    values, content, offsets, a, b, repetition, exact, signatures, share, repeats, n_elements
+):
+    elements = sketch.token_scratch(offsets)
+    covered = np.empty(len(elements), np.uint8)
+    mixed = np.empty(sketch.BLOCK, np.uint32)
+    h, m = np.empty(8, np.uint64), np.empty(16, np.uint64)
+    for i in range(len(offsets) - 1):
+        exact[i] = blake2b_64(content, 8 * offsets[i], 8 * offsets[i + 1], h, m) & _KEPT
+        n = sketch.token_elements(values, offsets[i], offsets[i + 1], elements)
+        n_elements[i] = n
+        if repetition and n:
+            n_covered, repeats[i] = stretches(elements, n, covered)
+            share[i] = n_covered / n
+        sketch.sign(elements, n, kernels.TOKEN, mixed, a, b, signatures[i])

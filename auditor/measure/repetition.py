@@ -32,6 +32,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from auditor.measure.sketch import element_hashes_text
+from auditor.measure.vector import PADDING, equal_block, trailing_zeros
 
 MAX_PERIOD: Final = 13
 """Longest n-gram looked for, in elements (OLMo 2)."""
@@ -84,11 +85,13 @@ def word_ids(text: str) -> NDArray[np.int64]:
 
 
 def character_ids(text: str) -> NDArray[np.int64]:
-    """The code points of a text's words as integers, i64 [n_chars], for scripts without spaces.
+    """The code points of a text's words (``\\w+`` in lower case), i64 [n_chars].
 
-    Punctuation is left out, so that a ruled line or a table border is not taken for repetition.
+    For scripts without spaces. Punctuation is left out, so that a ruled line or a table border is
+    not taken for repetition.
     """
-    return element_hashes_text("".join(re.findall(r"\w+", text)), "char5").view(np.int64)
+    points = "".join(re.findall(r"\w+", text.lower())).encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(points, "<u4").astype(np.int64)
 
 
 @njit(nogil=True, cache=True)
@@ -96,31 +99,60 @@ def _batch(values, offsets, share, repeats):  # type: ignore[no-untyped-def]
     longest = 0
     for i in range(len(offsets) - 1):
         longest = max(longest, offsets[i + 1] - offsets[i])
+    sample = np.empty(longest + PADDING, np.int64)
     covered = np.empty(longest, np.uint8)
     for i in range(len(offsets) - 1):
-        sample = values[offsets[i] : offsets[i + 1]]
-        if len(sample) == 0:
+        n = offsets[i + 1] - offsets[i]
+        if n == 0:
             continue
-        n_covered, copies = stretches(sample, covered[: len(sample)])
-        share[i] = n_covered / len(sample)
+        sample[:n] = values[offsets[i] : offsets[i + 1]]
+        n_covered, copies = stretches(sample, n, covered)
+        share[i] = n_covered / n
         repeats[i] = copies
 
 
 @njit(nogil=True, cache=True)
-def stretches(sample, covered):  # type: ignore[no-untyped-def]
-    """Elements covered and most copies; ``covered`` is scratch, u8, as long as the sample."""
-    covered[:] = 0
-    n = len(sample)
+def stretches(sample, n, covered):  # type: ignore[no-untyped-def]
+    """Elements covered and most copies of sample[:n], 8-byte integers, n >= 1.
+
+    ``sample`` has PADDING more places, and ``covered`` u8 [n] is scratch. A stretch of 2 copies has
+    as many equalities in a row as its period, so that blocks without 1, 2 or 4 in a row are passed
+    over.
+    """
     most = 1
+    any_covered = False
     for period in range(1, min(MAX_PERIOD, n - 1) + 1):
-        begin = 0  # of the stretch that ends before i
-        for i in range(period, n + 1):
-            if i < n and sample[i] == sample[i - period]:
+        i = period
+        while i < n:
+            equal = equal_block(sample, i, i - period)
+            if n - i < 64:
+                equal &= (np.uint64(1) << np.uint64(n - i)) - np.uint64(1)
+            # The last places of a block are looked at again as the first of the next, so that the
+            # first equality of a run is seen together with those after it.
+            runs = equal
+            step = 64
+            if period > 1:
+                runs &= runs >> np.uint64(1)
+                step = 63
+            if period > 3:
+                runs &= runs >> np.uint64(2)
+                step = 61
+            if not runs:
+                i += step
                 continue
-            copies = (i - begin) // period
+            first = i + trailing_zeros(runs)
+            stop = first + 1
+            while stop < n and sample[stop] == sample[stop - period]:
+                stop += 1
+            copies = (stop - first + period) // period
             if copies > 1:
                 most = max(most, copies)
                 if copies >= MIN_COPIES:
-                    covered[begin:i] = 1
-            begin = i - period + 1
-    return np.int64(covered.sum()), most
+                    if not any_covered:
+                        covered[:n] = 0
+                        any_covered = True
+                    covered[first - period : stop] = 1
+            i = stop + 1
+    if not any_covered:
+        return 0, most
+    return np.int64(covered[:n].sum()), most

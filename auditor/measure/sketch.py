@@ -6,19 +6,28 @@
 
 Shape legend: **N** samples, **P** permutations, **S** shingles of one sample.
 
-Normalisation, version 1 (a manifest records the version; results of two versions do not compare):
+Normalisation, version 2 (a manifest records the version; results of two versions do not compare):
 
 - ``word5``: ``re.findall(r"\\w+", text.lower())`` gives the words; a shingle is a run of 5 words.
 - ``char5``: ``" ".join(text.lower().split())``; a shingle is a run of 5 code points.
 - ``token5``: token ids as they are; a shingle is a run of 5 ids.
+
+Version 1 took the same shingles and other hashes of them.
 
 A sample of fewer than 5 elements has one shingle: all of them. A sample with no element at all
 (no text, or for ``word5`` no word) has no shingle: its signature is ``EMPTY`` throughout and it is
 a near-duplicate of nothing, not even of another such sample. Exact hashes still tell those apart
 or find them equal. No Unicode normalisation: "é" composed and decomposed are different letters.
 
-Signatures equal datasketch 2.x ``MinHash(scheme="affine32")`` over the same 32-bit shingle hashes
-(Broder 1997; MurmurHash3 finaliser, then ``a * h + b mod 2^32`` with odd ``a``, then the minimum).
+Two schemes of signatures, which do not compare with each other:
+
+- ``affine32`` equals datasketch 2.x ``MinHash(scheme="affine32")`` over the same 32-bit shingle
+  hashes (Broder 1997; MurmurHash3 finaliser, then ``a * h + b mod 2^32`` with odd ``a``, then the
+  minimum). Its cost grows with S times P.
+- ``oph``: one permutation (Li, Owen, Zhang 2012), whose range is cut into P bins; a bin holds the
+  least value that fell into it. An empty bin takes the value of another, drawn by a hash of the
+  bin alone (optimal densification, Shrivastava 2017). Its cost grows with S plus P; its estimate
+  has the same mean, and a larger variance where S is not much more than P.
 
 The kernels release the GIL and read packed buffers, so that a background thread can run them
 beside a training loop. They are compiled on first use and cached on disk.
@@ -28,7 +37,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -36,7 +44,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-NORMALISATION_VERSION: Final = 1
+from auditor.measure import text as kernels
+from auditor.measure.text import AUTO, CHAR, TOKEN, WORD, mix64
+from auditor.measure.vector import LANES, PADDING, lowest_lanes, shingle_block
+
+NORMALISATION_VERSION: Final = 2
 """Raised whenever the same content could get other shingles, signatures or exact hashes."""
 
 EMPTY: Final = np.uint32(0xFFFF_FFFF)
@@ -44,52 +56,12 @@ EMPTY: Final = np.uint32(0xFFFF_FFFF)
 
 TextShingle = Literal["word5", "char5", "auto"]
 
-WORD, CHAR, TOKEN, AUTO = 0, 1, 2, 3
+Scheme = Literal["affine32", "oph"]
+
 _KINDS: Final = {"word5": WORD, "char5": CHAR, "auto": AUTO}
 
-# Classes of code points, as bits of the table below.
-_IS_WORD, _IS_UNSPACED, IS_SPACE = 1, 2, 4
-
-# Scripts written without spaces between words: Thai, Lao, Tibetan, Myanmar, Khmer, kana, Han.
-_UNSPACED_RANGES: Final = (
-    (0x0E00, 0x0FFF),
-    (0x1000, 0x109F),
-    (0x1780, 0x17FF),
-    (0x2E80, 0x2FDF),
-    (0x3005, 0x3007),
-    (0x3040, 0x30FF),
-    (0x31F0, 0x31FF),
-    (0x3400, 0x9FFF),
-    (0xF900, 0xFAFF),
-    (0xFF66, 0xFF9D),
-    (0x20000, 0x3FFFF),
-)
-_UNSPACED_SHARE: Final = 1 / 3  # of the word characters, from which on words mean little
-_LONG_WORD_CHARS: Final = 40  # mean word length beyond which "words" are base64 and the like
-
-_MULTIPLIER = np.uint64(0x9FB21C651E98DF25)
-_SEED = np.uint64(0xCBF29CE484222325)
-_RUN = (  # one odd factor per place in a shingle, so that order matters
-    np.uint64(0x9E3779B97F4A7C15),
-    np.uint64(0xC2B2AE3D27D4EB4F),
-    np.uint64(0x165667B19E3779F9),
-    np.uint64(0xD6E8FEB86659FD93),
-    np.uint64(0xA0761D6478BD642F),
-)
 _KIND = np.uint64(0xE7037ED1A0B428DB)  # keeps shingles of different kinds and lengths apart
-
-
-@functools.cache
-def classes_table() -> NDArray[np.uint8]:
-    """Class bits of every code point, u8 [0x110000], taken from Python's own ``re`` and ``str``."""
-    table = np.zeros(0x110000, np.uint8)
-    everything = "".join(map(chr, range(0x110000)))
-    for pattern, bit in ((r"\w+", _IS_WORD), (r"\s+", IS_SPACE)):
-        for match in re.finditer(pattern, everything):
-            table[match.start() : match.end()] |= bit
-    for low, high in _UNSPACED_RANGES:
-        table[low : high + 1] |= _IS_UNSPACED
-    return table
+BLOCK: Final = 2048  # shingles that are hashed and permuted while in the first-level cache
 
 
 @functools.cache
@@ -105,16 +77,19 @@ def permutations(
     return a * np.uint32(2) + np.uint32(1), b
 
 
-def pack(contents: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Concatenate byte strings: bytes u8 [total], offsets i64 [N + 1]; item i is o[i] to o[i+1]."""
-    offsets = np.zeros(len(contents) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, contents), np.int64, len(contents)), out=offsets[1:])
-    return np.frombuffer(b"".join(contents), np.uint8), offsets
+def factors(
+    scheme: Scheme, n_permutations: int, seed: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """What the kernels take a scheme by: ``permutations``, or for ``oph`` no ``a`` and one ``b``.
 
-
-def lowered(text: str) -> bytes:
-    # "surrogatepass": JSON may hold lone surrogates, and hashing must not fail on them.
-    return text.lower().encode("utf-8", "surrogatepass")
+    The one ``b`` is the seed's, exclusive-or'ed to a shingle hash before the finaliser.
+    """
+    a, b = permutations(n_permutations, seed)
+    if scheme == "affine32":
+        return a, b
+    if scheme == "oph":
+        return a[:0], b[:1]
+    raise ValueError(f"scheme must be 'affine32' or 'oph', got {scheme!r}")
 
 
 def choose_shingle(text: str) -> Literal["word5", "char5"]:
@@ -124,8 +99,8 @@ def choose_shingle(text: str) -> Literal["word5", "char5"]:
     mean word is longer than 40 characters; else ``word5``. A pair of near-duplicates on either side
     of that border is not compared.
     """
-    data, offsets = pack([lowered(text)])
-    return "char5" if choose(data, offsets[0], offsets[1], classes_table()) == CHAR else "word5"
+    data, offsets = kernels.pack_texts([text])
+    return "char5" if _chosen(data, offsets, kernels.points_table()) == CHAR else "word5"
 
 
 def shingle_hashes_text(
@@ -136,10 +111,9 @@ def shingle_hashes_text(
     The 32-bit hashes are the upper halves of the 64-bit ones. MinHash needs no distinct input;
     ``jaccard`` makes its own. Use 64 bits to verify, so that collisions do not matter.
     """
-    data, offsets = pack([lowered(text)])
-    out = np.empty(len(data) + 1, np.uint64)
-    n = _text_hashes(data, offsets[0], offsets[1], _kind(shingle), classes_table(), out)
-    return _narrow(out[:n], bits)
+    data, offsets = kernels.pack_texts([text])
+    hashes, _ = _text_hashes(data, offsets, kind_of(shingle), kernels.points_table(), False)
+    return _narrow(hashes, bits)
 
 
 def shingle_hashes_tokens(ids: NDArray[Any], *, bits: Literal[32, 64] = 32) -> NDArray[Any]:
@@ -147,19 +121,35 @@ def shingle_hashes_tokens(ids: NDArray[Any], *, bits: Literal[32, 64] = 32) -> N
     flat = np.ascontiguousarray(ids, np.int64)
     if flat.ndim != 1:
         raise ValueError(f"token ids of one sample must be 1-D, got shape {flat.shape}")
-    out = np.empty(len(flat) + 1, np.uint64)
-    n = token_hashes(flat, 0, len(flat), out)
-    return _narrow(out[:n], bits)
+    hashes, _ = _token_hashes(flat, np.array([0, len(flat)]), False)
+    return _narrow(hashes, bits)
+
+
+def distinct_hashes_text(
+    texts: Sequence[str], shingle: TextShingle = "word5"
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Distinct 64-bit shingle hashes of each text, sorted: u64 [total], offsets i64 [N + 1]."""
+    data, offsets = kernels.pack_texts(texts)
+    hashes, found = _text_hashes(data, offsets, kind_of(shingle), kernels.points_table(), True)
+    return hashes, found
+
+
+def distinct_hashes_tokens(
+    samples: Sequence[NDArray[Any]] | NDArray[Any],
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """The same for token samples, as ``signatures_tokens`` takes them."""
+    values, offsets = pack_tokens(samples)
+    hashes, found = _token_hashes(values, offsets, True)
+    return hashes, found
 
 
 def element_hashes_text(
     text: str, shingle: Literal["word5", "char5"] = "word5"
 ) -> NDArray[np.uint64]:
     """Hashes of the words or code points that shingles are made of, in order, u64 [n_elements]."""
-    data, offsets = pack([lowered(text)])
-    out = np.empty(len(data) + 1, np.uint64)
-    kernel = words if _kind(shingle) == WORD else chars
-    return out[: kernel(data, offsets[0], offsets[1], classes_table(), out)]
+    data, offsets = kernels.pack_texts([text])
+    hashes: NDArray[np.uint64] = _elements(data, offsets, kind_of(shingle), kernels.points_table())
+    return hashes
 
 
 def signatures_text(
@@ -167,12 +157,14 @@ def signatures_text(
     shingle: TextShingle = "word5",
     n_permutations: int = 128,
     seed: int = 1,
+    *,
+    scheme: Scheme = "affine32",
 ) -> NDArray[np.uint32]:
     """MinHash signatures of texts, u32 [N, P]; ``"auto"`` chooses the shingle text by text."""
-    data, offsets = pack([lowered(text) for text in texts])
-    a, b = permutations(n_permutations, seed)
+    data, offsets = kernels.pack_texts(texts)
+    a, b = factors(scheme, n_permutations, seed)
     out = np.empty((len(texts), n_permutations), np.uint32)
-    _text_signatures(data, offsets, _kind(shingle), classes_table(), a, b, out)
+    _text_signatures(data, offsets, kind_of(shingle), kernels.points_table(), a, b, out)
     return out
 
 
@@ -180,6 +172,8 @@ def signatures_tokens(
     samples: Sequence[NDArray[Any]] | NDArray[Any],
     n_permutations: int = 128,
     seed: int = 1,
+    *,
+    scheme: Scheme = "affine32",
 ) -> NDArray[np.uint32]:
     """MinHash signatures of token samples, u32 [N, P], over ``token5`` shingles.
 
@@ -187,7 +181,7 @@ def signatures_tokens(
     Padding is the caller's to remove: it would count as content.
     """
     values, offsets = pack_tokens(samples)
-    a, b = permutations(n_permutations, seed)
+    a, b = factors(scheme, n_permutations, seed)
     out = np.empty((len(offsets) - 1, n_permutations), np.uint32)
     _token_signatures(values, offsets, a, b, out)
     return out
@@ -238,7 +232,8 @@ def estimate_jaccard(sig_a: NDArray[np.uint32], sig_b: NDArray[np.uint32]) -> ND
     return np.where(empty, 0.0, np.mean(sig_a == sig_b, axis=-1))
 
 
-def _kind(shingle: str) -> int:
+def kind_of(shingle: str) -> int:
+    """The kernels' number of a shingle of texts."""
     try:
         return _KINDS[shingle]
     except KeyError:
@@ -272,171 +267,224 @@ def jaccard_sorted(a, b):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def mix64(h):  # type: ignore[no-untyped-def]
-    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return h ^ (h >> np.uint64(33))
+def _turned(h, bits):  # type: ignore[no-untyped-def]
+    return (h << np.uint64(bits)) | (h >> np.uint64(64 - bits))
 
 
 @njit(nogil=True, cache=True)
-def decode(data, i, stop):  # type: ignore[no-untyped-def]
-    """Code point at byte i of UTF-8 and its width; bytes that are not UTF-8 give U+FFFD."""
-    lead = np.int64(data[i])
-    if lead < 0x80:
-        return lead, 1
-    width = 2 if lead < 0xE0 else (3 if lead < 0xF0 else 4)
-    if lead < 0xC0 or lead > 0xF4 or i + width > stop:
-        return np.int64(0xFFFD), 1
-    point = lead & (0xFF >> (width + 1))
-    for k in range(1, width):
-        point = (point << 6) | (np.int64(data[i + k]) & 0x3F)
-    return min(point, np.int64(0x10FFFF)), width
+def _shingle(elements, s, tag):  # type: ignore[no-untyped-def]
+    """Hash of the 5 elements from s on: rotated by their place, so that order matters."""
+    return (
+        tag
+        ^ elements[s]
+        ^ _turned(elements[s + 1], 13)
+        ^ _turned(elements[s + 2], 26)
+        ^ _turned(elements[s + 3], 39)
+        ^ _turned(elements[s + 4], 52)
+    )
 
 
 @njit(nogil=True, cache=True)
-def choose(data, start, stop, classes):  # type: ignore[no-untyped-def]
-    n_words = n_word_chars = n_unspaced = 0
-    inside = False
-    i = start
-    while i < stop:
-        point, width = decode(data, i, stop)
-        kind = classes[point]
-        word = (kind & _IS_WORD) != 0
-        if word:
-            n_word_chars += 1
-            n_words += not inside
-            n_unspaced += (kind & _IS_UNSPACED) != 0
-        inside = word
-        i += width
-    unspaced = n_unspaced >= n_word_chars * _UNSPACED_SHARE and n_unspaced > 0
-    return CHAR if unspaced or n_word_chars > n_words * _LONG_WORD_CHARS else WORD
+def _tag(kind, n):  # type: ignore[no-untyped-def]
+    return mix64(_KIND * np.uint64(kind * 8 + min(n, 5)))
 
 
 @njit(nogil=True, cache=True)
-def words(data, start, stop, classes, out):  # type: ignore[no-untyped-def]
-    n = 0
-    h = _SEED
-    inside = False
-    i = start
-    while i < stop:
-        point, width = decode(data, i, stop)
-        if classes[point] & _IS_WORD:
-            h = (h ^ np.uint64(point)) * _MULTIPLIER
-            inside = True
-        elif inside:
-            out[n] = mix64(h)
-            n += 1
-            h = _SEED
-            inside = False
-        i += width
-    if inside:
-        out[n] = mix64(h)
-        n += 1
-    return n
+def count_shingles(n):  # type: ignore[no-untyped-def]
+    """Shingles of n elements."""
+    return max(n - 4, min(n, 1))
 
 
 @njit(nogil=True, cache=True)
-def chars(data, start, stop, classes, out):  # type: ignore[no-untyped-def]
-    n = 0
-    pending = False
-    i = start
-    while i < stop:
-        point, width = decode(data, i, stop)
-        if classes[point] & IS_SPACE:
-            pending = n > 0
-        else:
-            if pending:
-                out[n] = mix64(np.uint64(32))
-                n += 1
-                pending = False
-            out[n] = mix64(np.uint64(point))
-            n += 1
-        i += width
-    return n
+def combine(elements, n, kind, out):  # type: ignore[no-untyped-def]
+    """Hashes of the shingles of elements[:n], mixed u64, to ``out``; returns how many.
+
+    ``elements`` has 4 places more than n, which may be overwritten.
+    """
+    if 0 < n < 5:
+        elements[n:5] = 0
+    tag = _tag(kind, n)
+    count = count_shingles(n)
+    for s in range(count):
+        out[s] = _shingle(elements, s, tag)
+    return count
 
 
 @njit(nogil=True, cache=True)
-def combine(out, n, kind):  # type: ignore[no-untyped-def]
-    """Turn element hashes out[:n] into hashes of runs of 5, in place; returns how many."""
-    tag = _KIND * np.uint64(kind * 8 + min(n, 5))
-    if n == 0:
-        return 0
-    if n < 5:
-        total = tag
-        for k in range(n):
-            total += out[k] * _RUN[k]
-        out[0] = mix64(total)
-        return 1
-    for s in range(n - 4):
-        out[s] = mix64(
-            tag
-            + out[s] * _RUN[0]
-            + out[s + 1] * _RUN[1]
-            + out[s + 2] * _RUN[2]
-            + out[s + 3] * _RUN[3]
-            + out[s + 4] * _RUN[4]
-        )
-    return n - 4
+def sign(elements, n, kind, mixed, a, b, out):  # type: ignore[no-untyped-def]
+    """Signature of elements[:n], mixed u64, into out u32 [P], by the scheme of ``factors``.
 
-
-@njit(nogil=True, cache=True)
-def _text_hashes(data, start, stop, kind, classes, out):  # type: ignore[no-untyped-def]
-    chosen = choose(data, start, stop, classes) if kind == AUTO else kind
-    if chosen == WORD:
-        return combine(out, words(data, start, stop, classes, out), WORD)
-    return combine(out, chars(data, start, stop, classes, out), CHAR)
-
-
-@njit(nogil=True, cache=True)
-def token_hashes(values, start, stop, out):  # type: ignore[no-untyped-def]
-    for i in range(start, stop):
-        out[i - start] = mix64(np.uint64(values[i]))
-    return combine(out, stop - start, TOKEN)
-
-
-@njit(nogil=True, cache=True)
-def minimum(hashes, n, mixed, a, b, out):  # type: ignore[no-untyped-def]
-    """MinHash of 64-bit hashes[:n] into out u32 [P]; ``mixed`` is u32 scratch of any length.
-
-    Hashes are taken a block at a time that stays in the first-level cache, and the inner loop runs
-    over the block: the compiler makes it one multiply, add and minimum per vector.
+    ``elements`` has room for PADDING + 4 more, which may be overwritten; ``mixed`` is scratch, u32,
+    a multiple of 64. Shingles are taken a block at a time that stays in the first-level cache.
     """
     out[:] = EMPTY
-    for start in range(0, n, len(mixed)):
-        size = min(len(mixed), n - start)
+    if 0 < n < 5:
+        elements[n:5] = 0
+    tag = _tag(kind, n)
+    count = count_shingles(n)
+    one_permutation = len(a) == 0
+    flip = b[0] if one_permutation else np.uint32(0)
+    for start in range(0, count, len(mixed)):
+        size = min(len(mixed), count - start)
+        for s in range(0, size, 64):
+            shingle_block(elements, start + s, tag, flip, mixed, s)
+        if one_permutation:
+            _into_bins(mixed[:size], out)
+        else:
+            _permuted(mixed, size, a, b, out)
+    if one_permutation and count:
+        _densify(out)
+
+
+@njit(nogil=True, cache=True)
+def _permuted(mixed, size, a, b, out):  # type: ignore[no-untyped-def]
+    whole = len(out) - len(out) % LANES
+    for p in range(0, whole, LANES):
+        lowest_lanes(mixed, size, a, b, p, out)
+    for p in range(whole, len(out)):
+        factor, term, lowest = a[p], b[p], out[p]
         for s in range(size):
-            h = np.uint32(hashes[start + s] >> np.uint64(32))
-            h = np.uint32((h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B))
-            h = np.uint32((h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35))
-            mixed[s] = h ^ (h >> np.uint32(16))
-        for p in range(len(a)):
-            factor, term, lowest = a[p], b[p], out[p]
-            for s in range(size):
-                lowest = min(lowest, np.uint32(mixed[s] * factor + term))
-            out[p] = lowest
+            lowest = min(lowest, np.uint32(mixed[s] * factor + term))
+        out[p] = lowest
 
 
 @njit(nogil=True, cache=True)
-def _longest(offsets):  # type: ignore[no-untyped-def]
-    longest = 0
-    for i in range(len(offsets) - 1):
-        longest = max(longest, offsets[i + 1] - offsets[i])
-    return longest
+def _into_bins(mixed, out):  # type: ignore[no-untyped-def]
+    n_bins = np.uint64(len(out))
+    for h in mixed:
+        place = (np.uint64(h) * n_bins) >> np.uint64(32)
+        out[place] = min(out[place], h)
 
 
 @njit(nogil=True, cache=True)
-def _text_signatures(data, offsets, kind, classes, a, b, out):  # type: ignore[no-untyped-def]
-    hashes = np.empty(_longest(offsets) + 1, np.uint64)
-    mixed = np.empty(2048, np.uint32)
+def _densify(out):  # type: ignore[no-untyped-def]
+    """Fill each empty bin with the value of the first full one among bins drawn for it.
+
+    ``EMPTY`` itself, a value of 1 in 2^32, counts as an empty bin.
+    """
+    n_bins = np.uint64(len(out))
+    full = out != EMPTY
+    if not full.any():
+        out[-1] = EMPTY - np.uint32(1)
+        full[-1] = True
+    for p in range(len(out)):
+        attempt = np.uint64(0)
+        place = np.int64(p)
+        while not full[place]:
+            attempt += np.uint64(1)
+            drawn = mix64((np.uint64(p) << np.uint64(32)) | attempt) >> np.uint64(32)
+            place = np.int64((drawn * n_bins) >> np.uint64(32))
+        out[p] = out[place]
+
+
+@njit(nogil=True, cache=True)
+def text_scratch(offsets):  # type: ignore[no-untyped-def]
+    """Buffers for the longest text: bytes twice, bit fields twice, edges, elements, shingles."""
+    size = kernels.capacity(offsets)
+    low = np.empty(size, np.uint8)
+    content = np.empty(size, np.uint8)
+    word_bits = np.empty(size // 64 + 2, np.uint64)
+    space_bits = np.empty(size // 64 + 2, np.uint64)
+    edges = np.empty(size + 2, np.int64)
+    elements = np.empty(size + 2 * PADDING, np.uint64)
+    return low, content, word_bits, space_bits, edges, elements
+
+
+@njit(nogil=True, cache=True)
+def _elements_of(data, start, stop, kind, table, scratch):  # type: ignore[no-untyped-def]
+    """Element hashes of a text into its scratch; returns how many, and the kind taken."""
+    low, content, word_bits, space_bits, edges, elements = scratch
+    n, n_letters, n_unspaced, n_letter_bytes = kernels.lower(
+        data, start, stop, table, low, word_bits, space_bits
+    )
+    if kind == AUTO:
+        kind = kernels.choose(n, word_bits, n_letters, n_unspaced, n_letter_bytes)
+    if kind == WORD:
+        return kernels.words(low, n, word_bits, edges, elements), WORD
+    count = kernels.characters(
+        content, 0, kernels.collapse(low, n, space_bits, content, 0), elements
+    )
+    kernels.mix_all(elements, count)
+    return count, CHAR
+
+
+@njit(nogil=True, cache=True)
+def _chosen(data, offsets, table):  # type: ignore[no-untyped-def]
+    return _elements_of(data, offsets[0], offsets[1], AUTO, table, text_scratch(offsets))[1]
+
+
+@njit(nogil=True, cache=True)
+def _elements(data, offsets, kind, table):  # type: ignore[no-untyped-def]
+    scratch = text_scratch(offsets)
+    n, _ = _elements_of(data, offsets[0], offsets[1], kind, table, scratch)
+    return scratch[5][:n]
+
+
+@njit(nogil=True, cache=True)
+def _text_signatures(data, offsets, kind, table, a, b, out):  # type: ignore[no-untyped-def]
+    scratch = text_scratch(offsets)
+    mixed = np.empty(BLOCK, np.uint32)
     for i in range(len(offsets) - 1):
-        n = _text_hashes(data, offsets[i], offsets[i + 1], kind, classes, hashes)
-        minimum(hashes, n, mixed, a, b, out[i])
+        n, chosen = _elements_of(data, offsets[i], offsets[i + 1], kind, table, scratch)
+        sign(scratch[5], n, chosen, mixed, a, b, out[i])
+
+
+@njit(nogil=True, cache=True)
+def token_scratch(offsets):  # type: ignore[no-untyped-def]
+    """A buffer for the elements of the longest sample, u64."""
+    return np.empty(kernels.capacity(offsets) + PADDING, np.uint64)
+
+
+@njit(nogil=True, cache=True)
+def token_elements(values, start, stop, out):  # type: ignore[no-untyped-def]
+    """Element hashes of ids values[start:stop] to ``out`` u64; returns how many."""
+    for i in range(start, stop):
+        out[i - start] = mix64(np.uint64(values[i]))
+    return stop - start
 
 
 @njit(nogil=True, cache=True)
 def _token_signatures(values, offsets, a, b, out):  # type: ignore[no-untyped-def]
-    hashes = np.empty(_longest(offsets) + 1, np.uint64)
-    mixed = np.empty(2048, np.uint32)
+    elements = token_scratch(offsets)
+    mixed = np.empty(BLOCK, np.uint32)
     for i in range(len(offsets) - 1):
-        n = token_hashes(values, offsets[i], offsets[i + 1], hashes)
-        minimum(hashes, n, mixed, a, b, out[i])
+        n = token_elements(values, offsets[i], offsets[i + 1], elements)
+        sign(elements, n, TOKEN, mixed, a, b, out[i])
+
+
+@njit(nogil=True, cache=True)
+def _text_hashes(data, offsets, kind, table, distinct):  # type: ignore[no-untyped-def]
+    scratch = text_scratch(offsets)
+    out = np.empty(offsets[-1] + len(offsets), np.uint64)  # a code point has a byte or more
+    found = np.zeros(len(offsets), np.int64)
+    for i in range(len(offsets) - 1):
+        n, chosen = _elements_of(data, offsets[i], offsets[i + 1], kind, table, scratch)
+        found[i + 1] = _append(scratch[5], n, chosen, distinct, out, found[i])
+    return out[: found[-1]], found
+
+
+@njit(nogil=True, cache=True)
+def _token_hashes(values, offsets, distinct):  # type: ignore[no-untyped-def]
+    elements = token_scratch(offsets)
+    out = np.empty(offsets[-1] + len(offsets), np.uint64)
+    found = np.zeros(len(offsets), np.int64)
+    for i in range(len(offsets) - 1):
+        n = token_elements(values, offsets[i], offsets[i + 1], elements)
+        found[i + 1] = _append(elements, n, TOKEN, distinct, out, found[i])
+    return out[: found[-1]], found
+
+
+@njit(nogil=True, cache=True)
+def _append(elements, n, kind, distinct, out, at):  # type: ignore[no-untyped-def]
+    """Append the shingles of one sample to ``out``, sorted and without repeats where so asked."""
+    count = combine(elements, n, kind, out[at:])
+    if not distinct or count < 2:
+        return at + count
+    part = out[at : at + count]
+    part.sort()
+    kept = 1
+    for s in range(1, count):
+        if part[s] != part[s - 1]:
+            part[kept] = part[s]
+            kept += 1
+    return at + kept

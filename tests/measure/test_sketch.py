@@ -166,13 +166,6 @@ def test_exact_hash_ignores_case_and_runs_of_whitespace_only() -> None:
     assert sketch.exact_hash(b"a") != sketch.exact_hash(b"A")
 
 
-def test_pack_gives_bytes_and_offsets() -> None:
-    data, offsets = sketch.pack([b"ab", b"", b"c"])
-    assert data.tobytes() == b"abc"
-    assert offsets.tolist() == [0, 2, 2, 3]
-    assert sketch.pack([])[1].tolist() == [0]
-
-
 def test_signatures_run_in_threads_with_equal_results() -> None:
     found: list[Any] = []
     threads = [
