@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.errors import ShardError
-from auditor.schema import ID_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
+from auditor.schema import ID_COLUMNS, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class Findings:
     """Collects the findings of one shard into a list, up to ``MAX_FINDINGS``."""
 
     def __init__(self, into: list[Finding] | None) -> None:
+        self.wanted = into is not None
         self._into = into
         self._n = 0
         self._n_lost = 0
@@ -123,6 +124,51 @@ def content_of(value: Any) -> str | NDArray[np.int64] | None:
         except OverflowError:
             return None
     return None
+
+
+def row_of(
+    fields: Mapping[str, Any], column: str, further: tuple[str, ...], row: int, findings: Findings
+) -> Row:
+    """A row from its fields by name; a cell that is no content is a finding."""
+    value = at(fields, column)
+    content = content_of(value)
+    if content is None:
+        findings.notice(row, no_content(column, value))
+    sample_id, source = identity_of(fields)
+    return Row(
+        without_padding(content, fields.get(MASK_COLUMN)),
+        sample_id,
+        source,
+        columns=tuple([at(fields, name) for name in further]) if further else (),
+    )
+
+
+def at(fields: Mapping[str, Any], column: str) -> Any:
+    """The value of a column, or at a dotted path; None where there is none."""
+    value: Any = fields.get(column)
+    if value is None and "." in column:
+        value = fields
+        for part in column.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def no_content(column: str, value: Any) -> str:
+    """Why a cell is no content."""
+    if value is None:
+        return f"{column!r} is null or missing"
+    if isinstance(value, list):
+        return f"{column!r} is a list of other than 64-bit integers"
+    return f"{column!r} is a {type(value).__name__}, not text"
+
+
+def changed(path: Path, n_then: int, n_now: int) -> ShardError:
+    """The refusal of a shard whose number of rows is not what it was."""
+    return ShardError(
+        f"had {n_then} rows when it was read and has {n_now} now",
+        path=path,
+        remedy="Start again when nothing writes to the inputs",
+    )
 
 
 def without_padding(

@@ -1,61 +1,63 @@
-"""Shards: which files are meant, what their rows are, and how a cleaned copy is written.
+"""Shards: which units are meant, what their rows are, and how a cleaned copy is written.
 
-JSON Lines (plain, gzip, zstd) and Parquet. Inputs are only ever read.
+What the formats are, ``auditor.clean.formats`` says. Inputs are only ever read.
 """
 
 from __future__ import annotations
 
-import glob
 import os
-import re
+import posixpath
 import shutil
+import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.clean.formats import jsonl, parquet
+from auditor.clean.formats import FORMATS, format_of, module_of, without_suffix
+from auditor.clean.formats.folder import atomic_folder
+from auditor.clean.inputs import Found, Unit, expand, filesystem, is_url, natural, unreachable
 from auditor.clean.row import DEFAULTS, Finding, Findings, Reading, Row
 from auditor.errors import ShardError
 from auditor.files import atomic
-
-FORMATS = "JSON Lines (.jsonl, .ndjson, .json; plain, .gz or .zst) and Parquet (.parquet)"
-
-_JSONL = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
-_PARQUET = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
-# In a folder, a bare .json is rather a description of the data than data.
-_FOUND_IN_FOLDERS = re.compile(r"\.((jsonl|ndjson)(\.gz|\.zst|\.zstd)?|parquet|pq)$", re.IGNORECASE)
-# Data all the same, which must not be passed over in silence.
-_OTHER_DATA = re.compile(r"\.(arrow|bin|idx|mds(\.zstd)?|tar|csv|tsv|txt|npy|feather|orc)$", re.I)
 
 
 @dataclass(frozen=True)
 class Shard:
     """One unit of the input, which becomes one unit of the output.
 
-    ``path`` is a file or a folder, or the URL of one; ``name`` is its path relative to the inputs'
-    common folder, with slashes.
+    ``path`` is a file or a folder, or the URL of one; of Megatron's pair it is the ``.idx``.
+    ``name`` is its path relative to the inputs' common folder, with slashes. ``kind`` is its format
+    where it is known already; of a local path it is found out.
     """
 
     path: Path | str
     name: str
+    kind: str | None = None
 
     @property
     def stem(self) -> str:
         """The name of the file or folder without extensions: the source of rows that name none."""
-        return Path(_PARQUET.sub("", _JSONL.sub("", self.name))).name
+        return without_suffix(PurePosixPath(self.name).name)
 
     @property
     def format(self) -> str:
-        return "parquet" if _PARQUET.search(self.name) else "jsonl"
+        """A name of ``auditor.clean.formats``; raises ``ShardError`` where it is none."""
+        kind = self.kind or format_of(self._path())
+        if kind is None:
+            raise ShardError(
+                "this format is not read", path=self.path, remedy=f"Formats read: {FORMATS}"
+            )
+        return kind
 
     def files(self) -> tuple[Path, ...]:
-        """Every file of a local shard, in order."""
-        return (self._path(),)
+        """Every file of a local shard, in order; raises ``ShardError`` where it names none."""
+        return tuple(module_of(self.format).files(self._path()))
 
     def rows(
         self, reading: Reading = DEFAULTS, findings: list[Finding] | None = None
@@ -65,9 +67,20 @@ class Shard:
         Raises ``ShardError`` for what cannot be read. With ``on_error="skip"`` a row that cannot be
         read is ``UNREADABLE`` and a shard that is cut off ends there, each with a finding.
         """
+        self._check(reading)
         found = Findings(findings)
+        ids, numbers = array("q"), array("q")
+        n_rows = 0
         try:
-            yield from self._module().rows(self._path(), reading, found)
+            for row in module_of(self.format).rows(self._path(), reading, found):
+                if row.sample_id is not None and found.wanted:
+                    ids.append(hash(row.sample_id))
+                    numbers.append(n_rows)
+                n_rows += 1
+                yield row
+            if not n_rows:
+                found.notice(None, "holds no rows")
+            _notice_repeated(ids, numbers, found)
         except ShardError as error:
             if reading.on_error == "raise":
                 raise
@@ -76,25 +89,61 @@ class Shard:
             found.close()
 
     def copy(self, out: Path, keep: NDArray[np.bool_], reading: Reading = DEFAULTS) -> None:
-        """Write the kept rows (bool [n_rows]) to ``out``, which appears whole or not at all."""
-        if keep.all() and reading.on_error == "raise":
+        """Write the kept rows (bool [n_rows]) to ``out``, which appears whole or not at all.
+
+        ``keep`` has as many rows as ``rows`` gave with the same ``reading``.
+        """
+        self._check(reading)
+        if keep.all() and self._is_whole(len(keep), reading):
             # Nothing to remove: the child is the parent, byte for byte.
-            with self._path().open("rb") as source, atomic(out) as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+            self._copy_files(out)
         else:
-            self._module().copy(self._path(), out, keep, reading)
+            module_of(self.format).copy(self._path(), out, keep, reading)
 
     def count(self, reading: Reading = DEFAULTS) -> int:
         """Number of rows, without parsing them."""
-        return int(self._module().count(self._path(), reading))
+        self._check(reading)
+        return int(module_of(self.format).count(self._path(), reading))
 
     @contextmanager
     def local(self, scratch: Path) -> Iterator[Shard]:
-        """The shard on this machine: itself, or a copy in ``scratch`` removed at the end."""
-        yield self
+        """The shard on this machine: itself, or a copy in ``scratch`` removed at the end.
 
-    def _module(self) -> ModuleType:
-        return parquet if self.format == "parquet" else jsonl
+        Raises ``ShardError`` where a URL cannot be read.
+        """
+        if not isinstance(self.path, str):
+            yield self
+            return
+        with tempfile.TemporaryDirectory(dir=scratch, prefix="shard-") as folder:
+            yield replace(self, path=_fetch(self.path, Path(folder), self.kind))
+
+    def _is_whole(self, n_rows: int, reading: Reading) -> bool:
+        if reading.on_error == "raise":
+            return True
+        try:
+            return bool(self.count(replace(reading, on_error="raise")) == n_rows)
+        except ShardError:
+            return False
+
+    def _copy_files(self, out: Path) -> None:
+        path = self._path()
+        if path.is_dir():
+            with atomic_folder(out) as folder:
+                for file in self.files():
+                    target = folder / file.relative_to(path)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, target)
+            return
+        for file in self.files():
+            target = out if file == path else out.with_suffix(file.suffix)
+            with file.open("rb") as source, atomic(target) as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+
+    def _check(self, reading: Reading) -> None:
+        # What the options lack is no fault of the file, and is not skipped.
+        module = module_of(self.format)
+        if hasattr(module, "check"):
+            module.check(self._path(), reading)
 
     def _path(self) -> Path:
         if isinstance(self.path, str):
@@ -102,51 +151,108 @@ class Shard:
         return self.path
 
 
+def _notice_repeated(ids: array[int], numbers: array[int], findings: Findings) -> None:
+    """Rows that carry the id of a row before them; ids by their hashes."""
+    values = np.asarray(ids, np.int64)
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    for i in np.flatnonzero(first[inverse] != np.arange(len(values))).tolist():
+        findings.notice(numbers[i], f"has the id of row {numbers[int(first[inverse[i]])]}")
+
+
+def _fetch(url: str, folder: Path, kind: str | None) -> Path:
+    """Download a unit into ``folder``; returns its path there."""
+    system, path = filesystem(url)
+    name = PurePosixPath(path).name
+    try:
+        if kind in ("huggingface", "mosaic"):
+            for each in system.find(path):
+                target = folder / name / posixpath.relpath(each, path)
+                if not target.resolve().is_relative_to(folder.resolve()):
+                    raise ShardError(f"holds a file that leads out of it: {each!r}", path=url)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(each, str(target))
+        else:
+            system.get_file(path, str(folder / name))
+            if kind == "megatron":
+                binary = PurePosixPath(path).with_suffix(".bin")
+                system.get_file(str(binary), str(folder / binary.name))
+    except OSError as error:
+        raise unreachable(url, error) from error
+    return folder / name
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """The shards in natural order, the folders given, and data files in them not read."""
+    """The shards in natural order, the folders given, and data files in them not read.
+
+    ``beside`` are small files that belong to several shards and name them (``dataset_dict.json``):
+    where each is, and its name as a shard has one.
+    """
 
     shards: tuple[Shard, ...]
     folders: tuple[Path, ...]
-    ignored: tuple[Path, ...]
+    ignored: tuple[Path | str, ...]
+    beside: tuple[tuple[Path | str, str], ...] = ()
 
 
 def find_shards(inputs: Sequence[str | Path]) -> Inputs:
-    """Expand files, folders and globs; the same inputs always give the same shards in order.
+    """Expand files, folders, globs and URLs; the same inputs always give the same shards in order.
 
-    Raises ``ShardError`` for a path that does not exist, a format that is not read, and where no
-    shard is found at all.
+    Raises ``ShardError`` for what does not exist, a format that is not read, and where no shard is
+    found at all.
     """
-    folders: list[Path] = []
-    parents: list[Path] = []
-    files: dict[Path, None] = {}
-    ignored: dict[Path, None] = {}
-    for given in inputs:
-        for path in _expand(given):
-            if path.is_dir():
-                folders.append(path)
-                found, other = _walk(path)
-                files.update(dict.fromkeys(found))
-                ignored.update(dict.fromkeys(other))
-            else:
-                if not (_JSONL.search(path.name) or _PARQUET.search(path.name)):
-                    raise ShardError(
-                        "this format is not read today",
-                        path=path,
-                        remedy=f"Formats read: {FORMATS}. Convert the file to one of them",
-                    )
-                parents.append(path.parent)
-                files[path] = None
-    if not files:
+    found = [each for given in inputs for each in expand(given)]
+    units: dict[Path | str, Unit] = {unit.path: unit for each in found for unit in each.units}
+    ignored = list(dict.fromkeys(path for each in found for path in each.ignored))
+    if not units:
         raise ShardError(
             f"no shard found{f'; data of other formats: {len(ignored)} files' if ignored else ''}",
             path=", ".join(map(str, inputs)) or None,
             remedy=f"Formats read: {FORMATS}",
         )
-    common = os.path.commonpath([*folders, *parents])
-    shards = [Shard(path, path.relative_to(common).as_posix()) for path in files]
-    shards.sort(key=lambda shard: _natural(shard.name))
-    return Inputs(tuple(shards), tuple(folders), tuple(sorted(ignored)))
+    names = _Names(found)
+    shards = [Shard(unit.path, names.of(unit.path), unit.format) for unit in units.values()]
+    shards.sort(key=lambda shard: natural(shard.name))
+    for one, other in pairwise(shards):
+        if one.name == other.name:
+            raise ShardError(
+                f"has the name {one.name!r}, and so has {other.path}",
+                path=one.path,
+                remedy="Clean them apart",
+            )
+    return Inputs(
+        tuple(shards),
+        tuple(Path(each.folder) for each in found if each.folder and not is_url(each.folder)),
+        tuple(sorted(ignored, key=str)),
+        tuple((path, names.of(path)) for each in found for path, _ in each.beside),
+    )
+
+
+class _Names:
+    """Names relative to the common folder, those of URLs to the common one of theirs."""
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self._common: dict[str, str] = {}
+        parents: dict[str, list[str]] = {}
+        for each in found:
+            for folder in [each.folder] if each.folder else [unit.parent for unit in each.units]:
+                parents.setdefault(_scheme(folder), []).append(folder.removeprefix(_scheme(folder)))
+        for scheme, folders in parents.items():
+            self._common[scheme] = (posixpath if scheme else os.path).commonpath(folders)
+
+    def of(self, path: Path | str) -> str:
+        scheme = _scheme(str(path))
+        inner = str(path).removeprefix(scheme)
+        common = self._common[scheme]
+        name = posixpath.relpath(inner, common) if scheme else Path(inner).relative_to(common)
+        parts = PurePosixPath(name).parts
+        if not parts or ".." in parts:
+            raise ShardError("has a name that leads out of its folder", path=path)
+        return PurePosixPath(*parts).as_posix()
+
+
+def _scheme(path: str) -> str:
+    return path[: path.index("://") + 3] if is_url(path) else ""
 
 
 MARKER = ".incomplete"
@@ -160,7 +266,7 @@ def check_out(out: Path, inputs: Inputs) -> None:
     """
     target = out.resolve()
     for shard in inputs.shards:
-        if Path(shard.path).resolve().is_relative_to(target):
+        if isinstance(shard.path, Path) and shard.path.resolve().is_relative_to(target):
             raise ShardError(
                 f"the output folder contains the input {shard.path}",
                 path=out,
@@ -191,38 +297,3 @@ def begin_out(out: Path) -> None:
         (out / "rows.parquet").unlink(missing_ok=True)
         shutil.rmtree(out / "data", ignore_errors=True)
     (out / MARKER).touch()
-
-
-def _expand(given: str | Path) -> list[Path]:
-    path = Path(given)
-    if path.exists():
-        return [_absolute(path)]
-    # Path.glob takes no absolute patterns.
-    found = glob.glob(str(given), recursive=True)  # noqa: PTH207
-    if not found:
-        raise ShardError("no such file or folder", path=given, remedy="Check the path")
-    return sorted((_absolute(Path(name)) for name in found), key=lambda p: _natural(str(p)))
-
-
-def _absolute(path: Path) -> Path:
-    # Symbolic links stay: in a hub cache the link has the name and its target has none.
-    return Path(os.path.abspath(path))  # noqa: PTH100
-
-
-def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    found, other = [], []
-    for path in sorted(folder.rglob("*"), key=lambda p: _natural(str(p))):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        if path.is_file():
-            if _FOUND_IN_FOLDERS.search(path.name):
-                found.append(path)
-            elif _OTHER_DATA.search(path.name):
-                other.append(path)
-    return found, other
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts shard 2 before shard 10."""
-    parts = re.split(r"(\d+)", name)
-    return [(1, int(p), p) if p.isdecimal() else (0, 0, p) for p in parts]
