@@ -43,6 +43,11 @@ class DedupeConfig:
     """Share of a sample covered by consecutive repeats from which it counts as repetitive."""
     max_exposures: int | None = None
     """Drop what the run has consumed this often already; None: drop nothing for that."""
+    substrings: Literal["keep", "report", "cut"] = "keep"
+    """Spans that occur, word for word, in an earlier row that stays: list them in
+    ``substrings.parquet``, or cut them out of the cleaned shards as well."""
+    substring_elements: int = 50
+    """Words, characters (in scripts without spaces) or ids from which such a span counts."""
     n_permutations: int = 128
     bands: int = 32
     seed: int = 1
@@ -87,6 +92,12 @@ class DedupeConfig:
             )
         if self.max_exposures is not None and self.max_exposures < 1:
             raise ValueError(f"max_exposures must be positive, got {self.max_exposures!r}")
+        if self.substrings not in ("keep", "report", "cut"):
+            raise ValueError(f"substrings must be keep, report or cut, got {self.substrings!r}")
+        if self.substring_elements < 1:
+            raise ValueError(
+                f"substring_elements must be positive, got {self.substring_elements!r}"
+            )
         if not 1 <= self.n_permutations <= 4096:
             raise ValueError(f"n_permutations must be within 1..4096, got {self.n_permutations!r}")
         if self.bands < 1 or self.n_permutations % self.bands:

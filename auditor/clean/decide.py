@@ -47,6 +47,7 @@ class Decisions:
     jaccard: NDArray[np.float64]  # [N], nan where there is no keeper
     cluster: NDArray[np.int64]  # [N], -1 where there is none
     weight: NDArray[np.float64]  # [N], 0 for rows that go
+    protected: NDArray[np.bool_]  # [N]
     source_names: list[str]
     source: NDArray[np.int32]  # [N], into source_names
     found: Candidates
@@ -111,6 +112,7 @@ def decide(
         jaccard=keepers.similarity,
         cluster=cluster,
         weight=weight,
+        protected=protected,
         source_names=names,
         source=source,
         found=found,

@@ -44,6 +44,7 @@ from auditor.clean.manifest import Manifest, write_manifest
 from auditor.clean.mixes import cap_repetition
 from auditor.clean.scan import Scan, ScanTask, join_scans, scan_shard
 from auditor.clean.shards import Inputs, Shard, check_out, find_shards
+from auditor.clean.substrings import KeptRows, rows_with_spans, substring_duplicates
 from auditor.clean.work import work_folder
 from auditor.clean.write import WriteTask, Written, write_rows, write_shard
 from auditor.errors import ShardError
@@ -130,8 +131,15 @@ def _run(
     shards = found.shards
     facts = _scan(shards, config, engine, work, tell)
     decisions = decide(shards, facts, config, marked, engine, work, tell)
-    written = _write(shards, facts, decisions, out, config, engine, work, tell) if write else None
+    spans = _substrings(shards, facts, decisions, config, work, tell)
+    written = None
+    if write:
+        cuts = spans if config.substrings == "cut" else None
+        written = _write(shards, facts, decisions, cuts, out, config, engine, work, tell)
     sources, weights = _sources(decisions, config, *mix)
+    if spans is not None and not dry_run:
+        with atomic(out / "substrings.parquet") as file:
+            spans.write_parquet(file)
     rows = (work if dry_run else out) / "rows.parquet"
     write_rows(rows, shards, facts, decisions)
     findings = [
@@ -152,6 +160,7 @@ def _run(
             "n_buckets": decisions.found.n_capped_buckets,
             "n_pairs_left_out": decisions.found.n_pairs_left_out,
         },
+        "substrings": _about_substrings(spans, config),
         "mix": weights,
         "sources": sources,
         "shards": _entries(shards, facts, decisions, written),
@@ -185,12 +194,17 @@ def _write(
     shards: Sequence[Shard],
     facts: Scan,
     decisions: Decisions,
+    spans: pl.DataFrame | None,
     out: Path,
     config: DedupeConfig,
     engine: Engine,
     work: Path,
     tell: Progress,
 ) -> list[Written]:
+    cuts: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    if spans is not None:
+        for name, row, begin, end in spans.select("shard", "row", "begin", "end").iter_rows():
+            cuts.setdefault(name, {}).setdefault(row, []).append((begin, end))
     tasks = [
         WriteTask(
             shard=shard,
@@ -199,11 +213,53 @@ def _write(
             child=out / "data" / shard.name,
             journal=work / "write" / f"{number:06d}.json",
             reading=config.reading,
+            cuts=cuts.get(shard.name, {}),
         )
         for number, (shard, one) in enumerate(zip(shards, facts.shards, strict=True))
     ]
     n_bytes = [one.n_bytes for one in facts.shards]
     return engine.map(write_shard, tasks, told("write", n_bytes, tell))
+
+
+def _substrings(
+    shards: Sequence[Shard],
+    facts: Scan,
+    decisions: Decisions,
+    config: DedupeConfig,
+    work: Path,
+    tell: Progress,
+) -> pl.DataFrame | None:
+    """Spans of rows that stay which occur in an earlier one; those to cut only, if any are."""
+    if config.substrings == "keep":
+        return None
+    bounds = [slice(*facts.starts[number : number + 2]) for number in range(len(shards))]
+    kept = [
+        KeptRows(shard, decisions.kept[span]) for shard, span in zip(shards, bounds, strict=True)
+    ]
+    spans = substring_duplicates(
+        kept,
+        n_elements=config.substring_elements,
+        work=work,
+        reading=config.reading,
+        progress=lambda stage, done, total: tell(f"substrings: {stage}", done, total),
+    )
+    if config.substrings == "report" or not decisions.protected.any():
+        return spans
+    numbers = {shard.name: number for number, shard in enumerate(shards)}
+    starts = facts.starts[spans["shard"].replace_strict(numbers, return_dtype=pl.Int64).to_numpy()]
+    return spans.filter(~decisions.protected[starts + spans["row"].to_numpy()])
+
+
+def _about_substrings(spans: pl.DataFrame | None, config: DedupeConfig) -> dict[str, Any] | None:
+    if spans is None:
+        return None
+    rows = rows_with_spans(spans)
+    return {
+        "n_spans": spans.height,
+        "n_rows": rows.height,
+        "n_elements": int(rows["n_cut"].sum()),
+        "are_cut": config.substrings == "cut",
+    }
 
 
 def _sizes(shards: Sequence[Shard]) -> list[int]:

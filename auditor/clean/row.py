@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.errors import ShardError
+from auditor.measure.substrings import cut
 from auditor.schema import ID_COLUMNS, MASK_COLUMN, TEXT_COLUMNS, TOKEN_COLUMNS
 
 
@@ -50,6 +51,10 @@ class Row(NamedTuple):
 
 
 UNREADABLE = Row(None, None, None, readable=False)
+
+
+Cuts = Mapping[int, Sequence[tuple[int, int]]]
+"""Of some rows, by number, the spans (begin, end) to cut out: characters of a text, or tokens."""
 
 
 class Finding(NamedTuple):
@@ -134,6 +139,8 @@ def row_of(
     content = content_of(value)
     if content is None:
         findings.notice(row, no_content(column, value))
+    elif findings.wanted and isinstance(content, str) and "\0" in content:
+        findings.notice(row, "holds NUL characters")
     sample_id, source = identity_of(fields)
     return Row(
         without_padding(content, fields.get(MASK_COLUMN)),
@@ -159,7 +166,26 @@ def no_content(column: str, value: Any) -> str:
         return f"{column!r} is null or missing"
     if isinstance(value, list):
         return f"{column!r} is a list of other than 64-bit integers"
-    return f"{column!r} is a {type(value).__name__}, not text"
+    return f"{column!r} is {kind_of(value)}, not text"
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is called."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+    names |= {dict: "an object", list: "a list", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def cut_cell(value: Any, mask: Any, spans: Sequence[tuple[int, int]], path: Path, row: int) -> Any:
+    """A cell of content without the spans; raises ``ShardError`` for ids under a mask."""
+    if mask is not None and not isinstance(value, str):
+        raise ShardError(
+            f"ids beside a column {MASK_COLUMN!r} cannot be cut",
+            path=path,
+            row=row,
+            remedy="Report the substrings instead, or remove the mask",
+        )
+    return cut(value, spans) if isinstance(value, str) else cut(np.asarray(value), spans).tolist()
 
 
 def changed(path: Path, n_then: int, n_now: int) -> ShardError:

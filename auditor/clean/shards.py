@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from auditor.clean.formats import FORMATS, format_of, module_of, without_suffix
 from auditor.clean.formats.folder import atomic_folder
 from auditor.clean.inputs import Found, Unit, expand, filesystem, is_url, natural, unreachable
-from auditor.clean.row import DEFAULTS, Finding, Findings, Reading, Row
+from auditor.clean.row import DEFAULTS, Cuts, Finding, Findings, Reading, Row
 from auditor.errors import ShardError
 from auditor.files import atomic
 
@@ -88,13 +88,29 @@ class Shard:
         finally:
             found.close()
 
-    def copy(self, out: Path, keep: NDArray[np.bool_], reading: Reading = DEFAULTS) -> None:
+    def copy(
+        self,
+        out: Path,
+        keep: NDArray[np.bool_],
+        reading: Reading = DEFAULTS,
+        cuts: Cuts | None = None,
+    ) -> None:
         """Write the kept rows (bool [n_rows]) to ``out``, which appears whole or not at all.
 
-        ``keep`` has as many rows as ``rows`` gave with the same ``reading``.
+        ``keep`` has as many rows as ``rows`` gave with the same ``reading``. Raises ``ShardError``
+        for ``cuts`` in a format whose contents are not changed.
         """
         self._check(reading)
-        if keep.all() and self._is_whole(len(keep), reading):
+        if cuts:
+            module = module_of(self.format)
+            if not hasattr(module, "copy_cut"):
+                raise ShardError(
+                    f"contents of {self.format} shards are not changed",
+                    path=self.path,
+                    remedy="Report substrings instead of cutting them, or convert to JSON Lines",
+                )
+            module.copy_cut(self._path(), out, keep, reading, cuts)
+        elif keep.all() and self._is_whole(len(keep), reading):
             # Nothing to remove: the child is the parent, byte for byte.
             self._copy_files(out)
         else:
@@ -152,11 +168,14 @@ class Shard:
 
 
 def _notice_repeated(ids: array[int], numbers: array[int], findings: Findings) -> None:
-    """Rows that carry the id of a row before them; ids by their hashes."""
+    """Whether rows carry the id of a row before them; ids by their hashes."""
     values = np.asarray(ids, np.int64)
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    for i in np.flatnonzero(first[inverse] != np.arange(len(values))).tolist():
-        findings.notice(numbers[i], f"has the id of row {numbers[int(first[inverse[i]])]}")
+    again = np.flatnonzero(first[inverse] != np.arange(len(values)))
+    if len(again):
+        row, earlier = (numbers[int(i)] for i in (again[0], first[inverse[again[0]]]))
+        what = f"{len(again)} rows have the id of an earlier one, first this one that of {earlier}"
+        findings.notice(row, what)
 
 
 def _fetch(url: str, folder: Path, kind: str | None) -> Path:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from auditor.clean.row import Reading
+from auditor.clean.row import Reading, Row
 from auditor.clean.shards import Shard
 from auditor.errors import ShardError
 from auditor.measure.substrings import (
@@ -68,7 +69,7 @@ _SCHEMA: Final = {
 
 
 def substring_duplicates(
-    shards: Sequence[Shard],
+    shards: Sequence[Shard | KeptRows],
     *,
     n_elements: int = N_ELEMENTS,
     work: Path,
@@ -133,6 +134,31 @@ def rows_with_spans(spans: pl.DataFrame, *, min_left: int = 0) -> pl.DataFrame:
 
 
 @dataclass(frozen=True)
+class KeptRows:
+    """A shard of which only some rows (bool [n_rows]) count: the others have no content."""
+
+    shard: Shard
+    keep: NDArray[np.bool_]
+
+    @property
+    def name(self) -> str:
+        return self.shard.name
+
+    @property
+    def path(self) -> Path | str:
+        return self.shard.path
+
+    @contextmanager
+    def local(self, scratch: Path) -> Iterator[KeptRows]:
+        with self.shard.local(scratch) as shard:
+            yield replace(self, shard=shard)
+
+    def rows(self, reading: Reading) -> Iterator[Row]:
+        for row, is_kept in zip(self.shard.rows(reading), self.keep, strict=True):
+            yield row if is_kept else row._replace(content=None)
+
+
+@dataclass(frozen=True)
 class _Corpus:
     """Elements of all rows on disk; **N** rows."""
 
@@ -177,7 +203,7 @@ class _Partitions:
 
 
 def _collect(
-    shards: Sequence[Shard],
+    shards: Sequence[Shard | KeptRows],
     n_elements: int,
     reading: Reading,
     folder: Path,
@@ -224,7 +250,7 @@ def _batches(rows: Iterator[NDArray[np.uint64]]) -> Iterator[list[NDArray[np.uin
         yield batch
 
 
-def _contents(shard: Shard, reading: Reading, folder: Path) -> Iterator[Content]:
+def _contents(shard: Shard | KeptRows, reading: Reading, folder: Path) -> Iterator[Content]:
     with shard.local(folder) as local:
         for row in local.rows(reading):
             yield row.content
@@ -268,7 +294,7 @@ def _spans(corpus: _Corpus, n_elements: int, windows: _Partitions) -> NDArray[np
 
 
 def _located(
-    shards: Sequence[Shard],
+    shards: Sequence[Shard | KeptRows],
     corpus: _Corpus,
     spans: NDArray[np.int64],
     reading: Reading,
@@ -337,7 +363,7 @@ def _borders(
     return elements, places, places + 1
 
 
-def _changed(shard: Shard, row: int) -> ShardError:
+def _changed(shard: Shard | KeptRows, row: int) -> ShardError:
     return ShardError(
         "is another one than when it was read first",
         path=shard.path,

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from auditor.clean.decide import REASONS, Decisions
-from auditor.clean.row import Reading
+from auditor.clean.row import Cuts, Reading
 from auditor.clean.scan import Scan, changed
 from auditor.clean.shards import Shard
 from auditor.clean.work import read_json, write_json
@@ -27,7 +27,7 @@ _ROWS: Final = pa.schema([(name, _ARROW[kind]) for name, kind in ROWS.items()])
 
 @dataclass(frozen=True, kw_only=True)
 class WriteTask:
-    """A shard (bool [n_rows]: which rows stay) to write to ``child``."""
+    """A shard to write to ``child``; bool [n_rows]: which rows stay."""
 
     shard: Shard
     sha256: str
@@ -35,6 +35,7 @@ class WriteTask:
     child: Path
     journal: Path
     reading: Reading
+    cuts: Cuts
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,17 @@ def write_shard(task: WriteTask) -> Written:
 
     Raises ``ShardError`` where the shard is not what it was when it was scanned.
     """
-    kept = sha256(task.keep.tobytes()).hexdigest()
+    plan = sha256(task.keep.tobytes() + repr(sorted(task.cuts.items())).encode()).hexdigest()
     done = read_json(task.journal)
-    if done is not None and done["kept"] == kept and task.child.exists():
+    if done is not None and done["plan"] == plan and task.child.exists():
         return Written(done["sha256"], done["n_bytes"])
     with task.shard.local(task.journal.parent) as shard:
         if sha256_of(shard.files()) != task.sha256:
             raise changed(task.shard)
-        shard.copy(task.child, task.keep, task.reading)
+        shard.copy(task.child, task.keep, task.reading, task.cuts)
     files = Shard(task.child, task.shard.name).files()
     written = Written(sha256_of(files), sum(file.stat().st_size for file in files))
-    write_json(task.journal, {"kept": kept, "sha256": written.sha256, "n_bytes": written.n_bytes})
+    write_json(task.journal, {"plan": plan, "sha256": written.sha256, "n_bytes": written.n_bytes})
     return written
 
 

@@ -69,6 +69,8 @@ class Columns:
         for i, value in enumerate(contents(column)):
             if value is None:
                 findings.notice(first + i, _reason(self.content, column[i]))
+            elif findings.wanted and isinstance(value, str) and "\0" in value:
+                findings.notice(first + i, "holds NUL characters, as UTF-16 read as UTF-8 does")
             own = {name: values[i] for name, values in cells.items()}
             sample_id, source = identity_of(own)
             yield Row(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,21 @@ from auditor.clean.row import (
     Findings,
     Reading,
     Row,
+    at,
     changed,
     choose_content,
+    kind_of,
     row_of,
 )
 from auditor.errors import ShardError
 from auditor.files import atomic
-from auditor.schema import TEXT_COLUMNS
+from auditor.schema import ID_COLUMNS, TEXT_COLUMNS
+
+try:
+    # 2 to 3 times as fast as json, and used where it is installed.
+    import orjson
+except ImportError:
+    orjson = None  # type: ignore[assignment]
 
 _N_ROWS_TO_CHOOSE = 64
 """Rows looked at before the content column is settled."""
@@ -51,38 +59,31 @@ def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
     """Rows in file order. Raises ``ShardError`` for a line that is not JSON unless skipping."""
     column: str | None = None
     held: list[Any] = []  # rows read before the content column is settled
-    columns: dict[str, None] = {}
-    row = -1
-    for row, line in enumerate(_lines(path, findings)):
+    cut: ShardError | None = None
+    lines = _lines(path, findings)
+    row = 0
+    while cut is None:
         try:
-            fields = _parse(line, first=row == 0)
-        except (ValueError, RecursionError) as error:
-            refusal = _unreadable(path, row, line, error)
-            if reading.on_error == "raise" or refusal.row is None:
-                raise refusal from error
-            findings.lost(row, refusal.message)
-            fields = UNREADABLE
-        else:
-            if findings.wanted:
-                _notice(row, line, fields, column, findings)
-        if column is not None:
-            yield _row(fields, column, reading, row, findings)
-            continue
-        held.append(fields)
-        if isinstance(fields, dict):
-            columns.update(dict.fromkeys(fields))
-        if len(held) == _N_ROWS_TO_CHOOSE:
-            column = choose_content(columns, reading.content, path)
+            line = next(lines, None)
+        except ShardError as error:
+            # Rows before a cut are read all the same.
+            line, cut = None, error
+        if line is not None:
+            fields = _fields(path, row, line, column, reading, findings)
+            if column is not None:
+                yield _row(fields, column, reading, row, findings)
+            else:
+                held.append(fields)
+            row += 1
+        if held and (line is None or len(held) == _N_ROWS_TO_CHOOSE):
+            column = _choose(held, reading, path)
             for earlier, fields in enumerate(held):
                 yield _row(fields, column, reading, earlier, findings)
             held.clear()
-    if held:
-        if not columns and all(fields is UNREADABLE for fields in held):
-            column = reading.content or TEXT_COLUMNS[0]
-        else:
-            column = choose_content(columns, reading.content, path)
-        for earlier, fields in enumerate(held):
-            yield _row(fields, column, reading, earlier, findings)
+        if line is None:
+            break
+    if cut is not None:
+        raise cut
 
 
 def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> None:
@@ -133,6 +134,37 @@ def _lines(path: Path, findings: Findings) -> Iterator[bytes]:
         findings.notice(None, f"{n_blank} blank lines, which are no rows")
 
 
+def _fields(
+    path: Path, row: int, line: bytes, column: str | None, reading: Reading, findings: Findings
+) -> Any:
+    """What a line holds, or ``UNREADABLE`` when skipping."""
+    fields = _parse_fast(line, reading)
+    is_plain = fields is not _NOT_PLAIN
+    if not is_plain:
+        try:
+            fields = _parse(line, first=row == 0)
+        except (ValueError, RecursionError) as error:
+            refusal = _unreadable(path, row, line, error)
+            if reading.on_error == "raise" or refusal.row is None:
+                raise refusal from error
+            findings.lost(row, refusal.message)
+            return UNREADABLE
+    if findings.wanted:
+        _notice(row, line, fields, column, is_plain, findings)
+    return fields
+
+
+def _choose(held: list[Any], reading: Reading, path: Path) -> str:
+    """The content column, by the first rows."""
+    columns: dict[str, None] = {}
+    for fields in held:
+        if isinstance(fields, dict):
+            columns.update(dict.fromkeys(fields))
+    if not columns and all(fields is UNREADABLE for fields in held):
+        return reading.content or TEXT_COLUMNS[0]
+    return choose_content(columns, reading.content, path)
+
+
 def _parse(line: bytes, *, first: bool) -> Any:
     if line is _TOO_LONG:
         raise ValueError(f"longer than {MAX_BYTES >> 20} MB")
@@ -140,27 +172,48 @@ def _parse(line: bytes, *, first: bool) -> Any:
     return json.loads(line.decode("utf-8-sig" if first else "utf-8"))
 
 
+_NOT_PLAIN: Final = object()
+
+
+def _parse_fast(line: bytes, reading: Reading) -> Any:
+    """What ``_parse`` gives, or ``_NOT_PLAIN`` where orjson refuses the line or might differ."""
+    if orjson is None:
+        return _NOT_PLAIN
+    try:
+        fields = orjson.loads(line)
+    except ValueError:
+        return _NOT_PLAIN
+    return _NOT_PLAIN if isinstance(fields, dict) and _has_huge(fields, reading) else fields
+
+
+def _has_huge(fields: dict[str, Any], reading: Reading) -> bool:
+    """Whether a value that is told on may be an integer that orjson made a float of."""
+    values = [fields.get(name) for name in ID_COLUMNS]
+    values += [at(fields, name) for name in reading.columns]
+    return any(type(value) is float and abs(value) >= 2**63 for value in values)
+
+
 def _row(fields: Any, column: str, reading: Reading, row: int, findings: Findings) -> Row:
     if fields is UNREADABLE:
         return UNREADABLE
     if not isinstance(fields, dict):
-        findings.notice(row, f"is a {type(fields).__name__}, not an object")
+        findings.notice(row, f"is {kind_of(fields)}, not an object")
         return Row(None, None, None, columns=(None,) * len(reading.columns))
     return row_of(fields, column, reading.columns, row, findings)
 
 
-def _notice(row: int, line: bytes, fields: Any, column: str | None, findings: Findings) -> None:
+def _notice(
+    row: int, line: bytes, fields: Any, column: str | None, is_plain: bool, findings: Findings
+) -> None:
     """What is odd about a line that could be parsed, as far as its bytes tell cheaply."""
     if row == 0 and line.startswith(b"\xef\xbb\xbf"):
         findings.notice(row, "begins with a byte order mark, which is no part of the row")
-    if b"\\u0000" in line:
-        findings.notice(row, "holds NUL characters")
-    if (b"\\ud" in line or b"\\uD" in line) and _has_lone_surrogate(fields):
+    if not is_plain and b"\\u" in line and _has_lone_surrogate(fields):
         findings.notice(row, "holds lone surrogates, which no UTF-8 text can")
-    for key in (column or TEXT_COLUMNS[0], "id"):
-        if line.count(b'"%b"' % key.encode()) > 1 and (twice := _repeated_keys(line)):
-            findings.notice(row, f"has {', '.join(twice)} more than once; the last counts")
-            break
+    # Other keys than that of the content are not looked at.
+    key = (column or TEXT_COLUMNS[0]).encode()
+    if line.count(b'"%b"' % key) > 1 and (twice := _repeated_keys(line)):
+        findings.notice(row, f"has {', '.join(twice)} more than once; the last counts")
 
 
 def _has_lone_surrogate(value: Any) -> bool:
