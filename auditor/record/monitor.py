@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -47,6 +48,10 @@ KEPT: Final = 4096
 
 HISTORY: Final = 100_000
 """Grades and alerts kept in memory, at least."""
+
+NOT_KNOWN: Final = float("nan")
+"""As a loss or gradient norm: this very object says that the caller does not know it. Any other NaN
+is a value that was measured, and is not finite."""
 
 WAITING_BYTES: Final = 512 * 2**20
 """Activations of samples that wait to be analysed, at most; one sample always may."""
@@ -257,12 +262,12 @@ class GradeMonitor:
         ``optimizer`` given, the optimizer's own step decides whether the update happened.
 
         Args:
-            loss: the step's loss, a scalar; not synchronised.
+            loss: the step's loss, a scalar; not synchronised. ``NOT_KNOWN`` where there is none.
             optimizer: gives the learning rate, and tells trained steps from discarded ones. With
                 one that Accelerate prepared, calls on micro-batches that close no step do nothing.
             step: the loop's own step number; by default steps are counted from 0.
             grad_norm: the norm before clipping, as ``clip_grad_norm_`` returns it. Without it the
-                norm is taken on sampled steps only.
+                norm is taken on sampled steps only; with ``NOT_KNOWN`` it is not taken at all.
             sample_loss: per-sample losses, [samples since the last step], kept with the exposures.
         """
         if self._closed or _is_accumulating(optimizer):
@@ -319,7 +324,7 @@ class GradeMonitor:
         self._scalars.append(
             _Scalars(
                 step,
-                self._told("loss", lambda: torch.as_tensor(loss).detach().float().mean()),
+                self._told("loss", lambda: _loss_of(loss)),
                 self._told("grad_norm", lambda: _mean_of(grad_norm)),
                 self._told("lr", lambda: _rate_of(optimizer)),
             )
@@ -479,7 +484,6 @@ class GradeMonitor:
         scalars, self._scalars = self._scalars, []
         if not scalars:
             return
-        n = len(scalars)
         columns = {
             name: _column([getattr(one, name) for one in scalars])
             for name in ("loss", "grad_norm", "lr")
@@ -491,24 +495,29 @@ class GradeMonitor:
             # In the record a norm that is NaN is one that was not measured.
             given = np.asarray([one.grad_norm is not None for one in scalars])
             values["grad_norm"][given & np.isnan(values["grad_norm"])] = np.inf
-            self._losses.extend(values["loss"].tolist())
+            has_loss = [one.loss is not None for one in scalars]
+            self._losses.extend(itertools.compress(values["loss"].tolist(), has_loss))
             self._rates.extend(zip(steps, values["lr"].tolist(), strict=True))
-            frame = scalars_frame({"step": np.asarray(steps, np.int64), **values})
-            self._recorder.append_signals(frame)
-            self._judge_steps(steps, values)
-            for i in range(n):
+            every = {"step": np.asarray(steps, np.int64), **values}
+            for known, places in itertools.groupby(range(len(steps)), key=has_loss.__getitem__):
+                at = list(places)
+                names = [name for name in every if known or name != "loss"]
+                part = {name: every[name][at] for name in names}
+                self._recorder.append_signals(scalars_frame(part))
+                self._judge_steps(part)
+            for i, step in enumerate(steps):
                 point = {
                     f"auditor/{name}": float(column[i])
                     for name, column in values.items()
                     if getattr(scalars[i], name) is not None
                 }
-                self._exporting.send(steps[i], point)
+                self._exporting.send(step, point)
 
         self._recorder.submit(write, what="scalars")
 
-    def _judge_steps(self, steps: Sequence[int], values: Mapping[str, Any]) -> None:
-        for place, step in enumerate(steps):
-            alerts = self._step_judge.update(step, measured_of(values, place))
+    def _judge_steps(self, columns: Mapping[str, Any]) -> None:
+        for place, step in enumerate(columns["step"].tolist()):
+            alerts = self._step_judge.update(step, measured_of(columns, place))
             self._raise(alerts)
             if any(alert.level == "danger" for alert in alerts):
                 self._schedule.suspect(step)
@@ -535,8 +544,14 @@ def _append(kept: list[Any], one: Any) -> None:
         del kept[:HISTORY]
 
 
+def _loss_of(loss: Tensor | float) -> Tensor | None:
+    return None if loss is NOT_KNOWN else torch.as_tensor(loss).detach().float().mean()
+
+
 def _mean_of(value: Tensor | float | None) -> Tensor | None:
-    return None if value is None else whole(torch.as_tensor(value)).float().mean()
+    if value is None or value is NOT_KNOWN:
+        return None
+    return whole(torch.as_tensor(value)).float().mean()
 
 
 def _rate_of(optimizer: Any) -> Tensor | float | None:

@@ -25,6 +25,7 @@ from auditor.explain.grades import alerts_of, judgements_of, step_alerts_of
 from auditor.measure.grading import Alert, Policy
 from auditor.record.actions import StopTraining
 from auditor.record.exporters import JSONLines
+from auditor.record.monitor import NOT_KNOWN
 from auditor.record.signals import scalars_frame
 
 EARLY = Policy(warmup_samples=1, warmup_steps=10)
@@ -208,6 +209,28 @@ def test_overflow_of_a_step_that_is_tried_again_is_no_alert(tmp_path: Path) -> N
     assert not monitor.alerts
     signals = Run.open(tmp_path / "run").scan("signals").collect()
     assert not list(step_alerts_of(signals))
+
+
+def test_loss_and_norm_that_are_not_known_are_no_alert_and_no_row(tmp_path: Path) -> None:
+    """As of a Trainer that does not clip; any other NaN was measured."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    monitor = GradeMonitor(model, run=tmp_path / "run", every=5)
+    for step in range(20):
+        next_byte_loss(model, windows(2, seed=step)).backward()
+        known = step % 4 == 0
+        monitor.step(
+            1.0 if known else NOT_KNOWN,
+            grad_norm=NOT_KNOWN if step != 13 else float("nan"),
+        )
+    monitor.close()
+    assert told(monitor.alerts) == {(13, "grad_norm", "danger")}
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    losses = signals.filter(pl.col("signal") == "loss").sort("step")
+    assert losses["step"].to_list() == [0, 4, 8, 12, 16]
+    norms = signals.filter(pl.col("signal") == "grad_norm")
+    assert norms.select("step", "value").rows() == [(13, math.inf)]
+    assert [alert.step for _, alert in step_alerts_of(signals)] == [13]
 
 
 def test_fault_in_judging_steps_is_counted_and_training_goes_on(

@@ -33,7 +33,7 @@ from auditor.errors import AuditorError
 from auditor.record.frameworks.exchange import SAVE_WAIT_S, exchange
 from auditor.record.identity import Locator
 from auditor.record.live import call_on, evaluating
-from auditor.record.monitor import GradeMonitor
+from auditor.record.monitor import NOT_KNOWN, GradeMonitor
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.sampler import AuditedSampler
 from auditor.record.sites import find_blocks
@@ -428,7 +428,7 @@ class _Fit:
             self.settle()
         if self._monitor is not None and self.recorder.pending:
             losses, self._losses = self._losses, []
-            loss = torch.stack(losses).mean() if losses else float("nan")
+            loss = torch.stack(losses).mean() if losses else NOT_KNOWN
             self._monitor.step(loss, optimizer=optimizer)
 
     def batch_end(self) -> None:

@@ -34,7 +34,7 @@ from auditor.record.datasets import is_a
 from auditor.record.frameworks.exchange import SAVE_WAIT_S, exchange
 from auditor.record.identity import Located, Locator
 from auditor.record.lookup import Lookup
-from auditor.record.monitor import GradeMonitor
+from auditor.record.monitor import NOT_KNOWN, GradeMonitor
 from auditor.record.recorder import Recorder, rank_and_world, recorder_for
 from auditor.record.sites import eager, find_blocks
 from auditor.record.steps import inner_optimizer
@@ -384,11 +384,10 @@ class _Training:
             return
         loss, self._loss = self._loss, None
         norm, self._grad_norm = self._grad_norm, None
-        nan = float("nan")
         self._monitor.step(
-            nan if loss is None else loss,
+            NOT_KNOWN if loss is None else loss,
             optimizer=optimizer,
-            grad_norm=nan if norm is None else norm,
+            grad_norm=NOT_KNOWN if norm is None else norm,
         )
 
     def put_back(self) -> None:
