@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_readme_and_documents_run_as_written(
         assert ended.value.code in (0, None), command
     exec(load, names)
     assert len(names["loader"]) == 100_000
+    shutil.copytree(tmp_path / "data", "corpus")
     for page in PAGES[1:]:
         for block in blocks(page, "python"):
             exec(block, names)
