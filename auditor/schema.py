@@ -135,8 +135,8 @@ SIGNALS: Final[Mapping[str, str]] = {
 
 SIGNAL_NAMES: Final[Mapping[str, str]] = {
     "token_rank": "rank ratio (k = 20) of a block's output, rows are positions: representation",
-    "token_rank_full": "the same over all singular values",
-    "effective_rank": "exp of the entropy of all singular values of a block's output",
+    "token_rank_full": "the same over all singular values, of the raw form",
+    "effective_rank": "exp of the entropy of all singular values of a block's output, raw",
     "spectral_gap": "largest singular value of a block's output over the second",
     "segment_rank": "token_rank of the front or the back half of the sequence (column segment)",
     "residual_similarity": "mean cosine of a block's output to its input; 1: a scaled copy",

@@ -182,7 +182,7 @@ class Recorder:
             return True
         self.count(
             f"dropped_{what}",
-            f"recording cannot keep up; {what} is dropped and counted ({self.attempt.run})",
+            f"recording cannot keep up; dropped and counted: {what} ({self.attempt.run})",
         )
         return False
 
