@@ -291,7 +291,8 @@ def check_out(out: Path, inputs: Inputs) -> None:
                 path=out,
                 remedy="Choose an --out outside of the inputs",
             )
-    for folder in inputs.folders:
+    units = [shard.path for shard in inputs.shards if isinstance(shard.path, Path)]
+    for folder in (*inputs.folders, *(path for path in units if path.is_dir())):
         if target.is_relative_to(folder.resolve()):
             raise ShardError(
                 f"the output folder lies within the input {folder}",
@@ -306,13 +307,3 @@ def check_out(out: Path, inputs: Inputs) -> None:
             path=out,
             remedy="Choose another --out, or remove the folder",
         )
-
-
-def begin_out(out: Path) -> None:
-    """Mark the output folder as incomplete, and clear what an interrupted call left in it."""
-    out.mkdir(parents=True, exist_ok=True)
-    if (out / MARKER).exists():
-        (out / "manifest.json").unlink(missing_ok=True)
-        (out / "rows.parquet").unlink(missing_ok=True)
-        shutil.rmtree(out / "data", ignore_errors=True)
-    (out / MARKER).touch()

@@ -14,7 +14,7 @@ import zstandard
 from jsonl_files import write_jsonl
 
 from auditor.clean.row import Reading
-from auditor.clean.shards import Shard, begin_out, check_out, find_shards
+from auditor.clean.shards import MARKER, Shard, check_out, find_shards
 from auditor.errors import ShardError
 from auditor.files import atomic
 
@@ -219,14 +219,11 @@ def test_check_out_refuses_folders_in_use(tmp_path: Path) -> None:
     check_out(tmp_path / "new", inputs)
 
 
-def test_begin_out_takes_over_what_an_interrupted_call_left(tmp_path: Path) -> None:
+def test_check_out_takes_what_an_interrupted_call_left(tmp_path: Path) -> None:
     inputs = find_shards([write_jsonl(tmp_path / "a.jsonl", TEXTS)])
-    out = tmp_path / "out"
-    begin_out(out)
-    write_jsonl(out / "data" / "stale.jsonl", TEXTS)
-    check_out(out, inputs)
-    begin_out(out)
-    assert not (out / "data").exists()
+    write_jsonl(tmp_path / "out" / "data" / "stale.jsonl", TEXTS)
+    (tmp_path / "out" / MARKER).mkdir()
+    check_out(tmp_path / "out", inputs)
 
 
 # Damage
