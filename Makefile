@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_FLAGS ?=
 
-STACKS := accelerate fabric lightning models mosaic transformers torchdata webdataset
+STACKS := accelerate fabric lightning models mosaic ray transformers torchdata webdataset
 
 .SECONDARY:
 .PHONY: demo test test-stacks check format clean
@@ -21,7 +21,7 @@ test-stacks: $(STACKS:%=test-stack-%)
 test-stack-%: .stacks/%/.installed
 	mkdir -p reports/stacks
 	.stacks/$*/bin/python -m pip list --format=freeze 2>/dev/null \
-	  | grep -E "^(torch|accelerate|lightning|transformers|torchdata|webdataset|datasets|mosaicml-streaming)==" \
+	  | grep -E "^(torch|accelerate|lightning|transformers|torchdata|webdataset|datasets|mosaicml-streaming|ray)==" \
 	  > reports/stacks/$*.txt
 	.stacks/$*/bin/python -m pytest -q -W ignore $(PYTEST_FLAGS) tests/stacks/test_$*.py \
 	  >> reports/stacks/$*.txt; status=$$?; tail -n 3 reports/stacks/$*.txt; exit $$status
