@@ -41,11 +41,12 @@ def test_recombined_texts_are_of_the_size_and_the_seed_and_hold_known_duplicates
     corpus: Any,
 ) -> None:
     sources = corpus.random_texts(100_000)
-    texts = list(corpus.recombined(sources, 400_000, seed=3))
-    assert texts == list(corpus.recombined(sources, 400_000, seed=3))
-    assert texts != list(corpus.recombined(sources, 400_000, seed=4))
-    assert 400_000 <= sum(len(text.encode()) for text in texts) < 500_000
+    texts = list(corpus.recombined(sources, 2_000_000, seed=3))
+    assert texts == list(corpus.recombined(sources, 2_000_000, seed=3))
+    assert texts != list(corpus.recombined(sources, 2_000_000, seed=4))
+    assert 2_000_000 <= sum(len(text.encode()) for text in texts) < 2_100_000
     known = {part for text in sources["random"] for part in corpus.sentences(text)}
     assert all(part in known for text in texts for part in corpus.sentences(text))
     n_exact = len(texts) - len(set(texts))
-    assert 0.02 * len(texts) < n_exact < 0.1 * len(texts)
+    # Some of the copies that are to be near ones have no sentence changed.
+    assert 0.03 * len(texts) < n_exact < 0.12 * len(texts)
