@@ -6,8 +6,8 @@ Equal to ``hashlib.blake2b(content, digest_size=8)``, for kernels that hold no G
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from auditor.measure.compiled import kernel
 from auditor.measure.vector import load_u64
 
 _IV = np.array(
@@ -43,12 +43,12 @@ _SIGMA = np.array(
 )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _turned(x, bits):  # type: ignore[no-untyped-def]
     return (x >> np.uint64(bits)) | (x << np.uint64(64 - bits))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _mixed(a, b, c, d, x, y):  # type: ignore[no-untyped-def]
     a = a + b + x
     d = _turned(d ^ a, 32)
@@ -61,7 +61,7 @@ def _mixed(a, b, c, d, x, y):  # type: ignore[no-untyped-def]
     return a, b, c, d
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _compress(h, m, counter, last):  # type: ignore[no-untyped-def]
     v0, v1, v2, v3, v4, v5, v6, v7 = h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]
     v8, v9, v10, v11 = _IV[0], _IV[1], _IV[2], _IV[3]
@@ -88,7 +88,7 @@ def _compress(h, m, counter, last):  # type: ignore[no-untyped-def]
     h[7] ^= v7 ^ v15
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def blake2b_64(content, start, stop, h, m):  # type: ignore[no-untyped-def]
     """First 8 bytes of the 8-byte BLAKE2b digest of content[start:stop] u8, as u64.
 

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from auditor.measure import repetition, sketch
 from auditor.measure import text as kernels
 from auditor.measure.agreement import N_PERMUTATIONS
+from auditor.measure.compiled import kernel
 
 N_BANDS: Final = 32
 ROWS_PER_BAND: Final = N_PERMUTATIONS // N_BANDS
@@ -84,7 +84,7 @@ def _of_tokens(samples: Sequence[NDArray[Any]] | NDArray[Any]) -> NDArray[np.int
     return out
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _fill(signature, content, share, row, as_float):  # type: ignore[no-untyped-def]
     """Write one row; ``as_float`` is f32 scratch [1]. A content hash of 0 would mean none."""
     row[CONTENT] = np.int64(max(content, np.uint64(1)))
@@ -111,7 +111,7 @@ def _fill(signature, content, share, row, as_float):  # type: ignore[no-untyped-
         row[BYTES + i // 8] |= np.int64(low << np.uint64(8 * (i % 8)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _text_rows(data, offsets, table, a, b, out):  # type: ignore[no-untyped-def]
     scratch = sketch.text_scratch(offsets)
     low, content, word_bits, space_bits, edges, elements = scratch
@@ -136,7 +136,7 @@ def _text_rows(data, offsets, table, a, b, out):  # type: ignore[no-untyped-def]
         _fill(signature, kernels.content_hash(content, 0, size), share, out[i], as_float)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _token_rows(values, offsets, a, b, out):  # type: ignore[no-untyped-def]
     elements = sketch.token_scratch(offsets)
     covered = np.empty(len(elements), np.uint8)

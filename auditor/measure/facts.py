@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from auditor.measure import sketch
 from auditor.measure import text as kernels
 from auditor.measure.blake2b import blake2b_64
+from auditor.measure.compiled import kernel
 from auditor.measure.repetition import stretches
 from auditor.measure.sketch import Scheme, TextShingle, kind_of, pack_tokens
 
@@ -120,7 +120,7 @@ def _empty(n: int, n_permutations: int) -> Facts:
     )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _of_texts(  # type: ignore[no-untyped-def]
     data, offsets, kind, table, a, b, repetition, exact, signatures, share, repeats, n_elements
 ):
@@ -154,7 +154,7 @@ def _of_texts(  # type: ignore[no-untyped-def]
         sketch.sign(elements, count, chosen, mixed, a, b, signatures[i])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _of_tokens(  # type: ignore[no-untyped-def]
     values, content, offsets, a, b, repetition, exact, signatures, share, repeats, n_elements
 ):

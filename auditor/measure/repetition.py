@@ -28,9 +28,9 @@ import re
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from auditor.measure.compiled import kernel
 from auditor.measure.sketch import element_hashes_text
 from auditor.measure.vector import PADDING, equal_block, trailing_zeros
 
@@ -94,7 +94,7 @@ def character_ids(text: str) -> NDArray[np.int64]:
     return np.frombuffer(points, "<u4").astype(np.int64)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _batch(values, offsets, share, repeats):  # type: ignore[no-untyped-def]
     longest = 0
     for i in range(len(offsets) - 1):
@@ -111,7 +111,7 @@ def _batch(values, offsets, share, repeats):  # type: ignore[no-untyped-def]
         repeats[i] = copies
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def stretches(sample, n, covered):  # type: ignore[no-untyped-def]
     """Elements covered and most copies of sample[:n], 8-byte integers, n >= 1.
 

@@ -30,7 +30,7 @@ Two schemes of signatures, which do not compare with each other:
   has the same mean, and a larger variance where S is not much more than P.
 
 The kernels release the GIL and read packed buffers, so that a background thread can run them
-beside a training loop. They are compiled on first use and cached on disk.
+beside a training loop. They are compiled on first use and kept on disk.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from auditor.measure import text as kernels
+from auditor.measure.compiled import kernel
 from auditor.measure.text import AUTO, CHAR, TOKEN, WORD, mix64
 from auditor.measure.vector import LANES, PADDING, lowest_lanes, shingle_block
 
@@ -249,7 +249,7 @@ def _narrow(hashes: NDArray[np.uint64], bits: int) -> NDArray[Any]:
 # Kernels. Every constant in unsigned arithmetic is typed: numba makes uint64 + int64 a float.
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def jaccard_sorted(a, b):  # type: ignore[no-untyped-def]
     """Jaccard similarity of two sorted arrays without repeats, by one merge."""
     i = j = shared = 0
@@ -266,12 +266,12 @@ def jaccard_sorted(a, b):  # type: ignore[no-untyped-def]
     return shared / union if union else 0.0
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _turned(h, bits):  # type: ignore[no-untyped-def]
     return (h << np.uint64(bits)) | (h >> np.uint64(64 - bits))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _shingle(elements, s, tag):  # type: ignore[no-untyped-def]
     """Hash of the 5 elements from s on: rotated by their place, so that order matters."""
     return (
@@ -284,18 +284,18 @@ def _shingle(elements, s, tag):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _tag(kind, n):  # type: ignore[no-untyped-def]
     return mix64(_KIND * np.uint64(kind * 8 + min(n, 5)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_shingles(n):  # type: ignore[no-untyped-def]
     """Shingles of n elements."""
     return max(n - 4, min(n, 1))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def combine(elements, n, kind, out):  # type: ignore[no-untyped-def]
     """Hashes of the shingles of elements[:n], mixed u64, to ``out``; returns how many.
 
@@ -310,7 +310,7 @@ def combine(elements, n, kind, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sign(elements, n, kind, mixed, a, b, out):  # type: ignore[no-untyped-def]
     """Signature of elements[:n], mixed u64, into out u32 [P], by the scheme of ``factors``.
 
@@ -336,7 +336,7 @@ def sign(elements, n, kind, mixed, a, b, out):  # type: ignore[no-untyped-def]
         _densify(out)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _permuted(mixed, size, a, b, out):  # type: ignore[no-untyped-def]
     whole = len(out) - len(out) % LANES
     for p in range(0, whole, LANES):
@@ -348,7 +348,7 @@ def _permuted(mixed, size, a, b, out):  # type: ignore[no-untyped-def]
         out[p] = lowest
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _into_bins(mixed, out):  # type: ignore[no-untyped-def]
     n_bins = np.uint64(len(out))
     for h in mixed:
@@ -356,7 +356,7 @@ def _into_bins(mixed, out):  # type: ignore[no-untyped-def]
         out[place] = min(out[place], h)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _densify(out):  # type: ignore[no-untyped-def]
     """Fill each empty bin with the value of the first full one among bins drawn for it.
 
@@ -377,7 +377,7 @@ def _densify(out):  # type: ignore[no-untyped-def]
         out[p] = out[place]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def text_scratch(offsets):  # type: ignore[no-untyped-def]
     """Buffers for the longest text: bytes twice, bit fields twice, edges, elements, shingles."""
     size = kernels.capacity(offsets)
@@ -390,7 +390,7 @@ def text_scratch(offsets):  # type: ignore[no-untyped-def]
     return low, content, word_bits, space_bits, edges, elements
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _elements_of(data, start, stop, kind, table, scratch):  # type: ignore[no-untyped-def]
     """Element hashes of a text into its scratch; returns how many, and the kind taken."""
     low, content, word_bits, space_bits, edges, elements = scratch
@@ -408,19 +408,19 @@ def _elements_of(data, start, stop, kind, table, scratch):  # type: ignore[no-un
     return count, CHAR
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _chosen(data, offsets, table):  # type: ignore[no-untyped-def]
     return _elements_of(data, offsets[0], offsets[1], AUTO, table, text_scratch(offsets))[1]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _elements(data, offsets, kind, table):  # type: ignore[no-untyped-def]
     scratch = text_scratch(offsets)
     n, _ = _elements_of(data, offsets[0], offsets[1], kind, table, scratch)
     return scratch[5][:n]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _text_signatures(data, offsets, kind, table, a, b, out):  # type: ignore[no-untyped-def]
     scratch = text_scratch(offsets)
     mixed = np.empty(BLOCK, np.uint32)
@@ -429,13 +429,13 @@ def _text_signatures(data, offsets, kind, table, a, b, out):  # type: ignore[no-
         sign(scratch[5], n, chosen, mixed, a, b, out[i])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def token_scratch(offsets):  # type: ignore[no-untyped-def]
     """A buffer for the elements of the longest sample, u64."""
     return np.empty(kernels.capacity(offsets) + PADDING, np.uint64)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def token_elements(values, start, stop, out):  # type: ignore[no-untyped-def]
     """Element hashes of ids values[start:stop] to ``out`` u64; returns how many."""
     for i in range(start, stop):
@@ -443,7 +443,7 @@ def token_elements(values, start, stop, out):  # type: ignore[no-untyped-def]
     return stop - start
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _token_signatures(values, offsets, a, b, out):  # type: ignore[no-untyped-def]
     elements = token_scratch(offsets)
     mixed = np.empty(BLOCK, np.uint32)
@@ -452,7 +452,7 @@ def _token_signatures(values, offsets, a, b, out):  # type: ignore[no-untyped-de
         sign(elements, n, TOKEN, mixed, a, b, out[i])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _text_hashes(data, offsets, kind, table, distinct):  # type: ignore[no-untyped-def]
     scratch = text_scratch(offsets)
     out = np.empty(offsets[-1] + len(offsets), np.uint64)  # a code point has a byte or more
@@ -463,7 +463,7 @@ def _text_hashes(data, offsets, kind, table, distinct):  # type: ignore[no-untyp
     return out[: found[-1]], found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _token_hashes(values, offsets, distinct):  # type: ignore[no-untyped-def]
     elements = token_scratch(offsets)
     out = np.empty(offsets[-1] + len(offsets), np.uint64)
@@ -474,7 +474,7 @@ def _token_hashes(values, offsets, distinct):  # type: ignore[no-untyped-def]
     return out[: found[-1]], found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _append(elements, n, kind, distinct, out, at):  # type: ignore[no-untyped-def]
     """Append the shingles of one sample to ``out``, sorted and without repeats where so asked."""
     count = combine(elements, n, kind, out[at:])

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from auditor.measure.compiled import kernel
 from auditor.measure.vector import (
     PADDING,
     blank_block,
@@ -105,7 +105,7 @@ def pack_texts(texts: Sequence[str]) -> tuple[NDArray[np.uint8], NDArray[np.int6
 # Kernels. Every constant in unsigned arithmetic is typed: numba makes uint64 + int64 a float.
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def capacity(offsets):  # type: ignore[no-untyped-def]
     """Bytes that the longest text can have in lower case (2 may become 3), and padding."""
     longest = 0
@@ -114,14 +114,14 @@ def capacity(offsets):  # type: ignore[no-untyped-def]
     return longest + longest // 2 + 2 * PADDING
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def mix64(h):  # type: ignore[no-untyped-def]
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return h ^ (h >> np.uint64(33))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decode(data, i):  # type: ignore[no-untyped-def]
     """Code point of the UTF-8 at byte i, other than ASCII, and its width."""
     lead = np.int64(data[i])
@@ -132,7 +132,7 @@ def _decode(data, i):  # type: ignore[no-untyped-def]
     return point, width
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _encode(point, out, o):  # type: ignore[no-untyped-def]
     """Write a code point as UTF-8 at byte o; returns its width."""
     if point < 0x80:
@@ -154,7 +154,7 @@ def _encode(point, out, o):  # type: ignore[no-untyped-def]
     return 4
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _append_bits(bits, o, mask):  # type: ignore[no-untyped-def]
     """Put a mask at bit o of a bit field in which no bit from o on is set."""
     q, r = o >> 6, np.uint64(o & 63)
@@ -163,7 +163,7 @@ def _append_bits(bits, o, mask):  # type: ignore[no-untyped-def]
         bits[q + 1] = mask >> (np.uint64(64) - r)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def lower(data, start, stop, table, low, word_bits, space_bits):  # type: ignore[no-untyped-def]
     """Stage 1: data[start:stop] in lower case to ``low``, with its bit fields (u64).
 
@@ -204,7 +204,7 @@ def lower(data, start, stop, table, low, word_bits, space_bits):  # type: ignore
     return o, n_letters, n_unspaced, n_letter_bytes
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_words(n, word_bits, n_letters, n_letter_bytes):  # type: ignore[no-untyped-def]
     """Words, and characters in words, of what ``lower`` found."""
     n_words = n_word_bytes = 0
@@ -217,7 +217,7 @@ def count_words(n, word_bits, n_letters, n_letter_bytes):  # type: ignore[no-unt
     return n_words, n_word_bytes - n_letter_bytes + n_letters
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def choose(n, word_bits, n_letters, n_unspaced, n_letter_bytes):  # type: ignore[no-untyped-def]
     """WORD or CHAR, from what ``lower`` found: see ``sketch.choose_shingle``."""
     n_words, n_word_chars = count_words(n, word_bits, n_letters, n_letter_bytes)
@@ -225,7 +225,7 @@ def choose(n, word_bits, n_letters, n_unspaced, n_letter_bytes):  # type: ignore
     return CHAR if unspaced or n_word_chars > n_words * _LONG_WORD_CHARS else WORD
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def words(low, n, word_bits, edges, out):  # type: ignore[no-untyped-def]
     """Stage 2: a hash of each run of word bytes to ``out`` u64; returns how many.
 
@@ -258,7 +258,7 @@ def words(low, n, word_bits, edges, out):  # type: ignore[no-untyped-def]
     return n_words
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def collapse(low, n, space_bits, out, o):  # type: ignore[no-untyped-def]
     """Stage 2: runs of whitespace as one blank, none at the ends, to ``out`` u8 from ``o`` on.
 
@@ -284,7 +284,7 @@ def collapse(low, n, space_bits, out, o):  # type: ignore[no-untyped-def]
     return o
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def characters(content, begin, stop, out):  # type: ignore[no-untyped-def]
     """Code points of content[begin:stop], UTF-8, to ``out`` u64; returns how many.
 
@@ -307,7 +307,7 @@ def characters(content, begin, stop, out):  # type: ignore[no-untyped-def]
     return o
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def word_characters(low, n, word_bits, out):  # type: ignore[no-untyped-def]
     """Code points that are word characters to ``out`` u64, in order; returns how many.
 
@@ -342,14 +342,14 @@ def word_characters(low, n, word_bits, out):  # type: ignore[no-untyped-def]
     return o
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def mix_all(values, n):  # type: ignore[no-untyped-def]
     """``mix64`` of values[:n] u64, in place."""
     for k in range(n):
         values[k] = mix64(values[k])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def content_hash(content, begin, stop):  # type: ignore[no-untyped-def]
     """63-bit hash of content[begin:stop] u8, for telling contents of one run apart."""
     h = _SEED ^ (np.uint64(stop - begin) * _SECOND)
