@@ -15,6 +15,7 @@ every ``AuditorError`` into one message and exit code 1, in one place.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class AuditorError(Exception):
@@ -38,12 +39,22 @@ class AuditorError(Exception):
         self.remedy = remedy
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors come back from worker processes; those of subclasses take other arguments.
+        return _again, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         where = "" if self.path is None else f"{self.path}"
         if self.row is not None:
             where += f", row {self.row}"
         located = f"{where}: {self.message}" if where else self.message
         return located if self.remedy is None else f"{located}. {self.remedy}"
+
+
+def _again(kind: type[AuditorError], args: tuple[Any, ...], values: dict[str, Any]) -> AuditorError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(values)
+    return error
 
 
 class RunError(AuditorError):

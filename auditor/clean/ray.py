@@ -9,6 +9,7 @@ the environment of their node.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import uuid
 from collections import Counter, deque
@@ -31,6 +32,12 @@ _ATTEMPTS: Final = 3
 _TASKS_PER_CPU: Final = 2
 """Tasks that are with Ray at a time, for each CPU: one runs and one waits, for nobody to idle, and
 for an autoscaler to see that there is more to do."""
+
+_CONNECT_S: Final = 10.0
+"""Time within which the head of a cluster must answer, in seconds."""
+
+_STOP_S: Final = 30.0
+"""Time that tasks get to end when there is no more use for them, in seconds."""
 
 _PACKAGES: Final = ("auditor", "pyarrow", "zstandard")
 """Packages that the bytes of the output depend on."""
@@ -69,6 +76,7 @@ class Ray:
         self._checked: set[str] = set()
         if self._began:
             try:
+                _reach(address)
                 ray.init(address, include_dashboard=False, logging_level=logging.WARNING)
             except (OSError, RuntimeError, ValueError) as error:
                 raise ShardError(
@@ -92,7 +100,7 @@ class Ray:
             return []
         tasks = [_absolute(task) for task in tasks]
         common = _leave_marker(_work_folder(tasks[0]))
-        self._check_nodes(tasks[0], common)
+        self._check_nodes(_input(tasks[0]), common)
         # Ray would try a task again for ever that takes more memory than a node has.
         run = self._ray.remote(_run).options(
             num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"
@@ -122,8 +130,7 @@ class Ray:
                 else:
                     done(number)
         except BaseException:
-            for ref in running:
-                self._ray.cancel(ref)
+            self._stop(list(running))
             raise
         return [results[number] for number in range(len(tasks))]
 
@@ -132,12 +139,19 @@ class Ray:
         if self._began:
             self._ray.shutdown()
 
+    def _stop(self, running: list[Any]) -> None:
+        """End tasks now: nobody may write to an output that others may begin to write."""
+        for ref in running:
+            self._ray.cancel(ref, force=True)
+        if running:
+            self._ray.wait(running, num_returns=len(running), timeout=_STOP_S)
+
     def _room(self) -> int:
         """Tasks that may be with Ray at a time. A cluster may grow."""
         n_cpus = int(self._ray.cluster_resources().get("CPU", 0))
         return _TASKS_PER_CPU * max(n_cpus, 1)
 
-    def _check_nodes(self, task: Any, common: _Common) -> None:
+    def _check_nodes(self, given: Path | None, common: _Common) -> None:
         """Ask each node that is not known yet; raises ``ShardError`` for what one lacks."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -149,7 +163,7 @@ class Ray:
             if node["Alive"] and node["Resources"].get("CPU") and number not in self._checked:
                 there = NodeAffinitySchedulingStrategy(number, soft=False)
                 settings = check.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-                asked[number] = name, settings.remote(task, common)
+                asked[number] = name, settings.remote(given, common)
         for number, (name, ref) in asked.items():
             try:
                 self._ray.get(ref)
@@ -165,15 +179,24 @@ class Ray:
             self._checked.add(number)
 
 
+def _reach(address: str | None) -> None:
+    """Raise ``OSError`` where nobody listens at ``HOST:PORT``: Ray would end this process."""
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS")
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+
 def _run(stage: Callable[[Task], Result], task: Task, common: _Common) -> Result:
     """On a node: a task of a stage. The node may have joined since all were asked."""
-    _check(task, common)
+    _check(_input(task), common)
     return stage(task)
 
 
-def _check_node(task: Any, common: _Common) -> None:
+def _check_node(given: Path | None, common: _Common) -> None:
     """On a node: raise ``ShardError`` where a task would find or leave nothing there."""
-    _check(task, common)
+    _check(given, common)
     trial = common.marker.with_name(f".written-{uuid.uuid4().hex}")
     try:
         trial.touch()
@@ -186,7 +209,7 @@ def _check_node(task: Any, common: _Common) -> None:
         ) from error
 
 
-def _check(task: Any, common: _Common) -> None:
+def _check(given: Path | None, common: _Common) -> None:
     found = _versions()
     for package, wanted in common.versions.items():
         if found[package] != wanted:
@@ -205,13 +228,18 @@ def _check(task: Any, common: _Common) -> None:
             remedy="Put the output on storage that all nodes mount under the same path "
             "(for a rehearsal, set TMPDIR to a folder there)",
         )
-    shard = getattr(task, "shard", None)
-    if isinstance(shard, Shard) and isinstance(shard.path, Path) and not shard.path.exists():
+    if given is not None and not given.exists():
         raise ShardError(
             f"is not there on node {_node()}",
-            path=shard.path,
+            path=given,
             remedy="Put the inputs on storage that all nodes mount, or give them as URLs",
         )
+
+
+def _input(task: Any) -> Path | None:
+    """The path of the shard that a task reads, None where it reads none or that is a URL."""
+    shard = getattr(task, "shard", None)
+    return shard.path if isinstance(shard, Shard) and isinstance(shard.path, Path) else None
 
 
 def _node() -> str:
