@@ -15,7 +15,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,9 @@ def _samples(path: Path, findings: Findings, is_read: Any) -> Iterator[_Sample]:
     row = 0
     sample: _Sample | None = None
     try:
-        with decompressed(path) as (stream, _), tarfile.open(fileobj=stream, mode="r|") as tar:
+        with decompressed(path) as (stream, _):
+            counted = _Counted(stream)
+            tar = tarfile.open(fileobj=counted, mode="r|")  # noqa: SIM115
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 split = _NAME.match(member.name)
@@ -159,10 +161,29 @@ def _samples(path: Path, findings: Findings, is_read: Any) -> Iterator[_Sample]:
                     sample.members[extension] = data
                 else:
                     sample.members[extension] = None
+            # tarfile ends quietly where there is no more to read.
+            missing = tar.offset + tarfile.BLOCKSIZE - counted.n_bytes
+            if missing > 0 and missing != tarfile.BLOCKSIZE:
+                raise EOFError("the last member is cut off")
             if sample is not None:
                 yield sample
+            if missing > 0:
+                findings.notice(None, "has no mark of its end: it may be cut off")
     except (tarfile.TarError, *FAULTS) as error:
         raise damaged(path, row, error) from error
+
+
+class _Counted:
+    """A stream that knows how many bytes were read from it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.n_bytes = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self.n_bytes += len(data)
+        return data
 
 
 def _fault(member: tarfile.TarInfo, extension: str, sample: _Sample) -> str | None:
