@@ -25,6 +25,9 @@ class Reading:
     """What cannot be read ends the reading, or is passed over and found in the findings."""
     columns: tuple[str, ...] = ()
     """Further columns, or dotted paths, whose values the rows carry."""
+    wanted: NDArray[np.bool_] | None = None
+    """Rows, by number, whose content is asked for: a reader may pass over the others, and give rows
+    without content for them. None: all."""
     dtype: str | None = None
     """Of raw token files alone: the type of an id, such as uint16."""
     eot: int | None = None
@@ -51,6 +54,9 @@ class Row(NamedTuple):
 
 
 UNREADABLE = Row(None, None, None, readable=False)
+
+PASSED_OVER: Final = Row(None, None, None)
+"""A row that was not asked for."""
 
 
 Cuts = Mapping[int, Sequence[tuple[int, int]]]

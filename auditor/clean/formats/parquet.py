@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from auditor.clean.formats.cells import BATCH_ROWS, Columns, kept
-from auditor.clean.row import UNREADABLE, Findings, Reading, Row, changed
+from auditor.clean.row import UNREADABLE, Cuts, Findings, Reading, Row, changed, cut_cell
 from auditor.errors import ShardError
 from auditor.files import atomic
+from auditor.schema import MASK_COLUMN
 
 _FAULTS = (pa.ArrowException, OSError)
 
@@ -57,6 +58,11 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
 
     Holds one row group in memory. Raises ``ShardError`` if the number of rows has changed.
     """
+    copy_cut(path, out, keep, reading, {})
+
+
+def copy_cut(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading, cuts: Cuts) -> None:
+    """``copy`` with spans cut out of some rows."""
     skip = reading.on_error == "skip"
     try:
         with _opened(path) as file:
@@ -72,6 +78,7 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
                     stop = start + file.metadata.row_group(group).num_rows
                     if keep[start:stop].any():
                         read = _row_group(file, group, keep[start:stop])
+                        read = _cut(read, reading, cuts, start, path)
                         table = kept(read, keep[start : start + read.num_rows])
                         writer.write_table(table, row_group_size=max(table.num_rows, 1))
                     start = stop
@@ -117,6 +124,34 @@ def _row_group(file: Any, group: int, keep: NDArray[np.bool_]) -> Any:
             if n_rows > last:
                 break
         return pa.Table.from_batches(batches)
+
+
+def _cut(table: Any, reading: Reading, cuts: Cuts, start: int, path: Path) -> Any:
+    """A row group, whose first row is ``start``, without some spans of its content."""
+    here = [row for row in cuts if start <= row < start + table.num_rows]
+    if not here:
+        return table
+    name = Columns(table.schema, reading, path).content
+    if name not in table.schema.names:
+        raise ShardError(
+            f"the nested column {name!r} is not changed",
+            path=path,
+            remedy="Report substrings instead of cutting them",
+        )
+    place = table.schema.get_field_index(name)
+    column = table.column(place)
+    cells = column.to_pylist()
+    mask = table.column(MASK_COLUMN) if MASK_COLUMN in table.schema.names else None
+    for row in here:
+        value = cells[row - start]
+        value = value.decode() if isinstance(value, bytes) else value
+        cells[row - start] = cut_cell(value, mask, cuts[row], path, row)
+    kind = column.type
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    fresh = pa.array(cells, plain)
+    if plain != kind:
+        fresh = fresh.dictionary_encode().cast(kind)
+    return table.set_column(place, table.schema.field(place), fresh)
 
 
 def _compression(file: Any) -> str | dict[str, str]:
