@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path, PurePosixPath
@@ -24,6 +24,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from auditor.clean.engine import Progress, told
 from auditor.clean.mixes import MixSampler
 from auditor.clean.row import Reading, Row
 from auditor.clean.shards import Shard
@@ -53,12 +54,14 @@ class Manifest:
     """A cleaned data set and its provenance.
 
     ``document`` is the content of ``manifest.json``; ``directory`` is None for a rehearsal, which
-    has decisions but no files.
+    has decisions but no files. ``parents_folder`` is where the parents lie now, by the names of
+    their shards; None: where they were when they were cleaned.
     """
 
     directory: Path | None
     document: dict[str, Any]
     _rows: pl.DataFrame | None = field(default=None, repr=False)
+    parents_folder: Path | None = None
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -66,6 +69,12 @@ class Manifest:
         if self._rows is not None:
             return self._rows
         return _read_rows(self._folder() / "rows.parquet")
+
+    def scan_rows(self) -> pl.LazyFrame:
+        """The same, lazily: for a look at a few of very many rows."""
+        if self._rows is not None:
+            return self._rows.lazy()
+        return pl.scan_parquet(self._folder() / "rows.parquet")
 
     @property
     def counts(self) -> dict[str, int]:
@@ -94,24 +103,37 @@ class Manifest:
 
     @property
     def parents(self) -> tuple[Shard, ...]:
-        """The shards that were cleaned, where they were then."""
+        """The shards that were cleaned: in ``parents_folder``, or where they were then."""
         return tuple(
-            Shard(_place(entry["parent"]), entry["shard"]) for entry in self.document["shards"]
+            Shard(
+                _place(entry["parent"])
+                if self.parents_folder is None
+                else self.parents_folder / entry["shard"],
+                entry["shard"],
+            )
+            for entry in self.document["shards"]
         )
 
     @property
     def reading(self) -> Reading:
-        """How the rows of parents and children are read."""
+        """How the rows of children are read."""
         said = self.document["parameters"]
         return Reading(**{name: said.get(name) for name in ("content", "dtype", "eot")})
+
+    @property
+    def reading_of_parents(self) -> Reading:
+        """How the rows of parents are read: with those that could not be."""
+        return replace(self.reading, on_error=self.document["parameters"].get("on_error", "raise"))
 
     def kept_rows(self, number: int) -> Iterator[Row]:
         """The rows of a shard that stay, in order, from its child or else from its parent."""
         entry = self.document["shards"][number]
         if not entry["rows_out"]:
             return iter(())
-        rows = self.shards[number].rows(self.reading)
-        return rows if self.has_children else compress(rows, self.keep(entry["shard"]))
+        if self.has_children:
+            return self.shards[number].rows(self.reading)
+        rows = self.parents[number].rows(self.reading_of_parents)
+        return compress(rows, self.keep(entry["shard"]))
 
     @cached_property
     def dataset(self) -> Any:
@@ -140,6 +162,7 @@ class Manifest:
             gen_kwargs={
                 "folder": str(self._folder().absolute()),
                 "column": column,
+                "parents": None if self.parents_folder is None else str(self.parents_folder),
                 "hashes": (
                     self.document["rows_sha256"],
                     *(
@@ -198,9 +221,11 @@ class Manifest:
         return self.directory
 
 
-def _dataset_rows(folder: str, column: str, hashes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _dataset_rows(
+    folder: str, column: str, parents: str | None, hashes: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
     """Rows of ``Manifest.dataset``; ``hashes`` only names the cached copy."""
-    manifest = load_manifest(folder)
+    manifest = load_manifest(folder, parents=parents)
     kept = manifest.rows.filter(pl.col("decision") == "kept").select("sample_id", "source")
     identities = kept.iter_rows()
     for number, entry in enumerate(manifest.document["shards"]):
@@ -244,8 +269,11 @@ def _place(parent: str) -> Path | str:
     return parent if "://" in parent else Path(parent)
 
 
-def load_manifest(path: str | Path) -> Manifest:
+def load_manifest(path: str | Path, *, parents: str | Path | None = None) -> Manifest:
     """Open a manifest, given its folder or its ``manifest.json``.
+
+    ``parents`` is a folder that holds the shards that were cleaned, by their names in the manifest;
+    default: they are where they were then.
 
     Raises ``ManifestError`` where it is missing, malformed or points outside of its folder, and
     ``SchemaVersionError`` where a newer auditor wrote it.
@@ -261,10 +289,17 @@ def load_manifest(path: str | Path) -> Manifest:
     except ValueError as error:
         raise ManifestError(f"not JSON: {error}", path=file) from error
     _check_document(document, file)
-    return Manifest(file.parent, document)
+    folder = None if parents is None else Path(parents).absolute()
+    return Manifest(file.parent, document, parents_folder=folder)
 
 
-def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
+def verify(
+    directory: str | Path,
+    *,
+    sample: int | None = None,
+    parents: str | Path | None = None,
+    progress: Progress | None = None,
+) -> VerifyResult:
     """Check a cleaned folder against its manifest.
 
     Children by SHA-256 and number of rows, ``rows.parquet`` by SHA-256 and for consistency (every
@@ -275,8 +310,10 @@ def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
     Args:
         directory: folder or ``manifest.json``.
         sample: hash this many shards, evenly spread, instead of all; the rows are always checked.
+        parents: see ``load_manifest``.
+        progress: called with ``verify``, and bytes of shards that are hashed and that there are.
     """
-    manifest = load_manifest(directory)
+    manifest = load_manifest(directory, parents=parents)
     entries = manifest.document["shards"]
     failures: list[str] = []
     missing: list[str] = []
@@ -286,14 +323,14 @@ def verify(directory: str | Path, *, sample: int | None = None) -> VerifyResult:
             raise ValueError(f"sample must be positive, got {sample!r}")
         spread = np.linspace(0, len(entries) - 1, min(sample, len(entries))).round().astype(int)
         picked = sorted(set(spread.tolist()))  # type: ignore[assignment]
-    for i in picked:
+    sizes = [entries[i]["bytes_in"] + (entries[i]["bytes_out"] or 0) for i in picked]
+    done = told("verify", sizes, progress or (lambda stage, done, total: None))
+    children, inputs = manifest.shards, manifest.parents
+    for number, i in enumerate(picked):
         if manifest.has_children:
-            _check_child(manifest.shards[i], entries[i], manifest.reading, failures)
-        parent = manifest.parents[i]
-        if not Path(parent.path).exists():
-            missing.append(str(parent.path))
-        elif sha256_of(parent.files()) != entries[i]["parent_sha256"]:
-            failures.append(f"{parent.path}: the input has changed since it was cleaned")
+            _check_child(children[i], entries[i], manifest.reading, failures)
+        _check_parent(inputs[i], entries[i], failures, missing)
+        done(number)
     _check_rows(manifest, failures)
     _check_totals(manifest, failures)
     _check_strays(manifest, failures)
@@ -319,20 +356,27 @@ def _check_document(document: Any, file: Path) -> None:
         missing = [n for n in _REQUIRED_OF_SHARD if n not in entry]
         if missing:
             raise ManifestError(f"shard {i} has no {', '.join(missing)}", path=file)
+        remedy = "Do not use this manifest; it was not written by auditor"
+        if _leads_out(entry["shard"]):
+            raise ManifestError(
+                f"shard {i} has a name that leads out of its folder: {entry['shard']!r}",
+                path=file,
+                remedy=remedy,
+            )
         if entry["child"] is None:
             continue
-        child = PurePosixPath(entry["child"])
-        target = (file.parent / child).resolve()
-        if (
-            child.is_absolute()
-            or ".." in child.parts
-            or not target.is_relative_to(file.parent.resolve())
-        ):
+        target = (file.parent / entry["child"]).resolve()
+        if _leads_out(entry["child"]) or not target.is_relative_to(file.parent.resolve()):
             raise ManifestError(
                 f"shard {i} points outside of the manifest's folder: {entry['child']!r}",
                 path=file,
-                remedy="Do not use this manifest; it was not written by auditor",
+                remedy=remedy,
             )
+
+
+def _leads_out(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
 
 
 def _check_child(
@@ -347,6 +391,19 @@ def _check_child(
         return
     if n_rows != entry["rows_out"]:
         failures.append(f"{shard.path}: {n_rows} rows, the manifest has {entry['rows_out']}")
+
+
+def _check_parent(
+    shard: Shard, entry: dict[str, Any], failures: list[str], missing: list[str]
+) -> None:
+    if not Path(shard.path).exists():
+        missing.append(str(shard.path))
+        return
+    try:
+        if sha256_of(shard.files()) != entry["parent_sha256"]:
+            failures.append(f"{shard.path}: the input has changed since it was cleaned")
+    except (AuditorError, OSError) as error:
+        failures.append(f"{shard.path}: {error}")
 
 
 def _check_rows(manifest: Manifest, failures: list[str]) -> None:

@@ -1,0 +1,166 @@
+"""Give dropped rows back: as shards of their parents' formats, from the parents."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from auditor.clean.decide import REASONS
+from auditor.clean.engine import Progress, told
+from auditor.clean.manifest import Manifest
+from auditor.clean.shards import MARKER, Inputs, Shard, check_out
+from auditor.errors import ManifestError, ShardError
+from auditor.files import atomic, sha256, sha256_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was written: number of rows by the name of their shard, and by reason."""
+
+    by_shard: dict[str, int]
+    by_reason: dict[str, int]
+
+    @property
+    def n_rows(self) -> int:
+        return sum(self.by_shard.values())
+
+
+def restore(
+    manifest: Manifest,
+    out: str | Path,
+    *,
+    reason: str | None = None,
+    source: str | None = None,
+    progress: Progress | None = None,
+) -> Restored:
+    """Write the rows that were dropped to shards in the folder ``out``, in their order.
+
+    Shards have the names and formats of their parents; one that gives no row is not written.
+    Together with the kept rows these are the input's rows, unless substrings were cut out of kept
+    ones. An interrupted call can be made again.
+
+    Args:
+        manifest: of a cleaned folder.
+        out: a new or empty folder.
+        reason: only rows dropped for this reason.
+        source: only rows of this source.
+        progress: called with ``restore``, and bytes of parents that are copied from and there are.
+
+    Raises:
+        ShardError: a parent is not there or has changed, or ``out`` is in use. No row is written
+            then, unless the parent is behind a URL.
+        ManifestError: no row was dropped for that reason, or from that source.
+        ValueError: there is no such reason.
+    """
+    out = Path(out)
+    reasons = [name for name in REASONS if name is not None]
+    if reason is not None and reason not in reasons:
+        raise ValueError(f"reason must be one of {', '.join(reasons)}, got {reason!r}")
+    masks, by_reason = _chosen(manifest, reason, source)
+    entries = manifest.document["shards"]
+    places = [number for number, mask in enumerate(masks) if mask.any()]
+    parents = manifest.parents
+    folders = () if manifest.directory is None else (manifest.directory.absolute(),)
+    check_out(out, Inputs(parents, folders, ()))
+    for place in places:
+        if isinstance(parents[place].path, Path):
+            _check(parents[place], parents[place], entries[place])
+    done = told(
+        "restore",
+        [entries[place]["bytes_in"] for place in places],
+        progress or (lambda stage, done, total: None),
+    )
+    job = {"rows_sha256": manifest.document.get("rows_sha256"), "reason": reason, "source": source}
+    with _marked(out, job):
+        for number, place in enumerate(places):
+            parent = parents[place]
+            with (
+                tempfile.TemporaryDirectory(prefix="auditor-") as scratch,
+                parent.local(Path(scratch)) as shard,
+            ):
+                if shard is not parent:
+                    _check(shard, parent, entries[place])
+                shard.copy(out / parent.name, masks[place], manifest.reading_of_parents)
+            done(number)
+        for name, path in _beside(manifest):
+            with path.open("rb") as file, atomic(out / name) as sink:
+                shutil.copyfileobj(file, sink)
+    return Restored(
+        by_shard={parents[place].name: int(masks[place].sum()) for place in places},
+        by_reason=by_reason,
+    )
+
+
+def _chosen(
+    manifest: Manifest, reason: str | None, source: str | None
+) -> tuple[list[NDArray[np.bool_]], dict[str, int]]:
+    """Rows to give back, bool [rows_in] for each shard, and how many for each reason."""
+    path = None if manifest.directory is None else manifest.directory / "rows.parquet"
+    if path is not None and sha256(path) != manifest.document["rows_sha256"]:
+        raise ManifestError("SHA-256 differs from the manifest", path=path)
+    wanted = pl.col("decision") == "dropped"
+    if reason is not None:
+        wanted &= pl.col("reason") == reason
+    if source is not None:
+        wanted &= pl.col("source") == source
+    # The table is in input order, shard after shard.
+    found = manifest.scan_rows().select("reason", wanted=wanted).collect()
+    if not found["wanted"].any():
+        words = ["no row was dropped"]
+        words += [f"for {reason}"] if reason is not None else []
+        words += [f"from {source!r}"] if source is not None else []
+        raise ManifestError(" ".join(words), path=manifest.directory)
+    ends = np.cumsum([entry["rows_in"] for entry in manifest.document["shards"]])
+    masks = np.split(found["wanted"].to_numpy(), ends[:-1])
+    counted = found.filter("wanted").group_by("reason").len().sort("reason")
+    return masks, dict(counted.iter_rows())
+
+
+def _check(shard: Shard, parent: Shard, entry: dict[str, Any]) -> None:
+    """Raise where a shard on this machine is not the parent that was cleaned."""
+    if not Path(shard.path).exists():
+        raise ShardError(
+            "the input is not there any more",
+            path=parent.path,
+            remedy="Name the folder that holds the inputs now with --parents",
+        )
+    if sha256_of(shard.files()) != entry["parent_sha256"]:
+        raise ShardError(
+            "the input has changed since it was cleaned",
+            path=parent.path,
+            remedy="Name a folder that holds it as it was with --parents",
+        )
+
+
+def _beside(manifest: Manifest) -> list[tuple[str, Path]]:
+    """Small files that belong to several shards, from beside the cleaned ones."""
+    if manifest.directory is None:
+        return []
+    data = manifest.directory / "data"
+    return [(name, data / name) for name in manifest.document.get("beside", ())]
+
+
+@contextmanager
+def _marked(out: Path, job: dict[str, Any]) -> Iterator[None]:
+    """Mark the folder as incomplete until the block ends without an error."""
+    marker, text = out / MARKER, json.dumps(job, sort_keys=True)
+    if marker.exists() and (marker.is_dir() or marker.read_text("utf-8") != text):
+        raise ShardError(
+            "another call was interrupted here",
+            path=out,
+            remedy="Choose another --out, or remove the folder",
+        )
+    with atomic(marker) as file:
+        file.write(text.encode())
+    yield
+    marker.unlink()
