@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +19,10 @@ from auditor.clean.config import DedupeConfig
 from auditor.clean.duplicates import Candidates, candidates, union, verify_pairs
 from auditor.clean.engine import Engine, Progress, told
 from auditor.clean.row import Row
-from auditor.clean.scan import Scan, batches, mapped
+from auditor.clean.scan import Scan, batches, changed, mapped
 from auditor.clean.shards import Shard
-from auditor.files import atomic
+from auditor.clean.work import damaged
+from auditor.files import atomic, sha256_of
 from auditor.measure.facts import distinct_hashes, distinct_hashes_tokens
 
 _ROWS_FOR_ONE_TASK: Final = 50_000
@@ -45,6 +46,7 @@ class HashTask:
     """Rows of a shard (i64, ascending) to hash; ``base`` is what is written, less its extension."""
 
     shard: Shard
+    sha256: str
     base: Path
     rows: NDArray[np.int64]
     config: DedupeConfig
@@ -70,6 +72,7 @@ def compare(
     tasks = [
         HashTask(
             shard=shards[i],
+            sha256=facts.shards[i].sha256,
             base=work / "hashes" / facts.bases[i].name,
             rows=needed[low[i] : low[i + 1]] - facts.starts[i],
             config=config,
@@ -99,17 +102,20 @@ def pair_bands(task: PairTask) -> Candidates:
 def hash_rows(task: HashTask) -> NDArray[np.int64]:
     """Stage: distinct sorted shingle hashes of some rows of a shard, one row after the other.
 
-    Writes them raw, u64, and returns where each row's end, i64 [n_rows].
+    Writes them raw, u64, and returns where each row's end, i64 [n_rows]. Raises ``ShardError``
+    where the shard is not what it was when it was scanned.
     """
     counted, hashed = task.base.with_suffix(".ends.npy"), task.base.with_suffix(".hashes")
-    if counted.is_file():
-        done: NDArray[np.int64] = np.load(counted)
+    done = _found(task)
+    if done is not None:
         return done
     wanted = np.zeros(task.rows.max() + 1, np.bool_)
     wanted[task.rows] = True
     ends = [np.zeros(1, np.int64)]
     with task.shard.local(task.base.parent) as shard, atomic(hashed) as file:
-        rows = shard.rows(task.config.reading)
+        if sha256_of(shard.files()) != task.sha256:
+            raise changed(task.shard)
+        rows = shard.rows(replace(task.config.reading, wanted=wanted))
         for batch in batches(
             row for row, is_wanted in zip(rows, wanted, strict=False) if is_wanted
         ):
@@ -117,9 +123,28 @@ def hash_rows(task: HashTask) -> NDArray[np.int64]:
             file.write(hashes.tobytes())
             ends.append(ends[-1][-1] + offsets[1:])
     result = np.concatenate(ends)[1:]
+    if len(result) != len(task.rows):
+        raise changed(task.shard)
     with atomic(counted) as file:
         np.save(file, result)
     return result
+
+
+def _found(task: HashTask) -> NDArray[np.int64] | None:
+    """What an earlier call returned, None where a file of it is missing or cut off."""
+    try:
+        ends: NDArray[np.int64] = np.load(task.base.with_suffix(".ends.npy"))
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    hashed = task.base.with_suffix(".hashes")
+    # The hashes of all shards may be one file already.
+    if len(ends) != len(task.rows) or not (
+        hashed.stat().st_size == 8 * ends[-1]
+        if hashed.exists()
+        else hashed.with_name("hashes").exists()
+    ):
+        return None
+    return ends
 
 
 def _propose(
@@ -177,4 +202,6 @@ def _join(
                     shutil.copyfileobj(hashed, file, 1 << 20)
         for task in tasks:
             task.base.with_suffix(".hashes").unlink()
+    if whole.stat().st_size != 8 * offsets[-1][-1]:
+        raise damaged(whole)
     return mapped(whole, np.uint64), np.concatenate(offsets)

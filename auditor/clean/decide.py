@@ -99,8 +99,12 @@ def decide(
     same = leader[keepers.keeper] == leader
     reason[dropped] = np.where(same[dropped], EXACT, NEAR)
     weight = (reason == KEPT).astype(np.float64)
-    like = similarity >= threshold[found.pairs].min(axis=1)
-    followers = np.flatnonzero((leader >= 0) & (leader != np.arange(len(leader))))
+    # Contents are alike by the lowest threshold of any row that has one of them.
+    lowest = np.full(len(order), np.inf)
+    compared = np.flatnonzero(leader >= 0)
+    np.minimum.at(lowest, leader[compared], threshold[compared])
+    like = similarity >= lowest[found.pairs].min(axis=1)
+    followers = compared[leader[compared] != compared]
     edges = np.concatenate([found.pairs[like], np.stack([leader[followers], followers], axis=1)])
     cluster = clusters(len(order), edges)
     if config.soft:

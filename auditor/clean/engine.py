@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -27,9 +26,6 @@ Result = TypeVar("Result")
 
 _ATTEMPTS: Final = 3
 """Times that a task is tried whose worker died: killed once is bad luck, thrice is its memory."""
-
-_WATCH_S: Final = 0.5
-"""Time between two looks at whether the parent of a worker is there, in seconds."""
 
 
 class Engine(Protocol):
@@ -103,7 +99,7 @@ class Processes:
             except BrokenProcessPool:
                 self.close()
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
+                self._stop()
                 raise
         raise ShardError(
             "a worker process was killed again and again, most likely for its memory",
@@ -115,27 +111,34 @@ class Processes:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
 
+    def _stop(self) -> None:
+        """End the workers now: nobody may write to an output that others may begin to write."""
+        if self._pool is not None:
+            for worker in list((self._pool._processes or {}).values()):
+                worker.kill()
+            self.close()
+
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._n_workers,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin_worker,
-                initargs=(os.getpid(),),
             )
         return self._pool
 
 
-def _begin_worker(parent: int) -> None:
+def _begin_worker() -> None:
     # Ctrl-C reaches the workers as well: they leave without a word, the parent speaks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
-def _leave_with(parent: int) -> None:
+def _leave_with_parent() -> None:
     """End this process when its parent has been killed: nobody waits for its work any more."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
     os._exit(1)
 
 

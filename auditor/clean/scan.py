@@ -2,7 +2,7 @@
 
 Of a shard the work folder then holds
 
-    scan/000012.json            a ``Scanned``; written last, so that the others are whole
+    scan/000012.json            a ``Scanned``, and the bytes of the others; written last
     scan/000012.identities      Parquet: ``sample_id`` and ``source`` of each row
     scan/000012.facts           npz: the arrays of ``Scan``, of the shard's rows
     scan/000012.signatures      u32 [n_rows, P], raw
@@ -27,13 +27,15 @@ from numpy.typing import NDArray
 from auditor.clean.config import REPETITIVE_ELEMENTS, DedupeConfig
 from auditor.clean.row import Finding, Row
 from auditor.clean.shards import Shard
-from auditor.clean.work import read_json, write_json
+from auditor.clean.work import damaged, read_json, write_json
 from auditor.errors import ShardError
 from auditor.files import atomic, sha256_of
 from auditor.measure.facts import Facts, facts_of_texts, facts_of_tokens
 from auditor.measure.repetition import FLAG_REPEATS
 
 _BATCH_ROWS: Final = 512
+
+_ENDS: Final = (".facts", ".identities", ".signatures")
 
 _IDENTITIES: Final = pa.schema([("sample_id", pa.string()), ("source", pa.string())])
 
@@ -87,9 +89,9 @@ class Scan:
 
 def scan_shard(task: ScanTask) -> Scanned:
     """Stage: read one shard once. Raises ``ShardError`` for what cannot be read."""
-    done = read_json(task.base.with_suffix(".json"))
+    done = _found(task.base)
     if done is not None:
-        return Scanned(**{**done, "findings": [Finding(*one) for one in done["findings"]]})
+        return done
     task.base.parent.mkdir(parents=True, exist_ok=True)
     findings: list[Finding] = []
     with task.shard.local(task.base.parent) as shard:
@@ -106,7 +108,8 @@ def scan_shard(task: ScanTask) -> Scanned:
         )
     with atomic(task.base.with_suffix(".facts")) as file:
         np.savez(file, **facts)  # type: ignore[arg-type]
-    write_json(task.base.with_suffix(".json"), asdict(scanned))
+    sizes = {end: task.base.with_suffix(end).stat().st_size for end in _ENDS}
+    write_json(task.base.with_suffix(".json"), {"scanned": asdict(scanned), "sizes": sizes})
     return scanned
 
 
@@ -124,6 +127,8 @@ def join_scans(scanned: Sequence[Scanned], bases: Sequence[Path], config: Dedupe
         for base in bases:
             base.with_suffix(".signatures").unlink()
     shape = (int(starts[-1]), config.n_permutations)
+    if signatures.stat().st_size != 4 * shape[0] * shape[1]:
+        raise damaged(signatures)
     return Scan(
         shards=list(scanned),
         bases=list(bases),
@@ -171,6 +176,22 @@ def check_shingle(contents: Sequence[Any], shard: Shard, config: DedupeConfig) -
             path=shard.path,
             remedy="Use --shingle auto or token5, or name a column of text with --content",
         )
+
+
+def _found(base: Path) -> Scanned | None:
+    """What an earlier call knows of a shard, None where a file of it is missing or cut off."""
+    done = read_json(base.with_suffix(".json"))
+    if done is None:
+        return None
+    for end, size in done["sizes"].items():
+        path = base.with_suffix(end)
+        # The signatures of all shards may be one file already.
+        if end == ".signatures" and not path.exists() and base.with_name("signatures").exists():
+            continue
+        if not path.exists() or path.stat().st_size != size:
+            return None
+    scanned = done["scanned"]
+    return Scanned(**{**scanned, "findings": [Finding(*one) for one in scanned["findings"]]})
 
 
 def _stamp(shard: Shard) -> list[tuple[int, int]]:
@@ -241,4 +262,7 @@ def _measure(
 def _number(columns: tuple[Any, ...]) -> float:
     """The quality of a row, nan where its column holds no number."""
     value = columns[0] if columns else None
-    return float(value) if isinstance(value, int | float) else float("nan")
+    try:
+        return float(value) if isinstance(value, int | float) else float("nan")
+    except OverflowError:  # JSON knows integers of any size
+        return float("nan")

@@ -1,31 +1,37 @@
 """The work folder: what an interrupted call has done already, and who is at it now.
 
 OUT/.incomplete/            there until the output is whole
+    lock                    held by the process that works here
     job.json                inputs and settings; other ones start over
     scan/000012.*           facts of the rows of shard 12
     hashes/000012.*         shingle hashes of those of its rows that may be near-duplicates
     write/000012.json       what was written of shard 12
-OUT/.lock                   held by the process that works here
 
 Everything in it is whole or not there, and is the same whoever made it: a call that finds it there
-need not make it again.
+need not make it again. Files are flushed to disk before they get their names, and the folder goes
+last, so this holds after a loss of power as well. A file that is damaged all the same, or gone, is
+told by its size and made again.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
 from auditor.clean.shards import MARKER
 from auditor.errors import ShardError
 from auditor.files import atomic
+
+_PARTIAL: Final = re.compile(r"\..+\.partial-\d+")
+"""Name of a file or folder whose writer was killed."""
 
 
 @contextmanager
@@ -44,16 +50,24 @@ def work_folder(out: Path | None, job: dict[str, Any]) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="auditor-") as name:
             yield Path(name)
         return
-    with _only_one(out):
-        folder = out / MARKER
-        text = json.dumps(job, sort_keys=True, default=list)
+    folder = out / MARKER
+    _claim(out, folder)
+    lock = _locked(out, folder / "lock")
+    try:
         written = folder / "job.json"
-        if not written.is_file() or written.read_text("utf-8") != text:
-            _clear(out)
-            folder.mkdir()
+        text = json.dumps(job, sort_keys=True, default=list).encode()
+        if not written.is_file() or written.read_bytes() != text:
+            _clear(out, folder)
             write_json(written, job)
         yield folder
-        shutil.rmtree(folder)
+        _remove_partial(out)
+        _empty(folder)
+        (folder / "lock").unlink()
+        # Released first: of a file that is open, a network file system leaves something behind.
+        lock.release()
+        folder.rmdir()
+    finally:
+        lock.release()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -63,14 +77,45 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What ``write_json`` wrote, or None where it did not."""
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+    """What ``write_json`` wrote; None where it did not, or the file is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
-@contextmanager
-def _only_one(out: Path) -> Iterator[None]:
+def damaged(path: Path) -> ShardError:
+    """The error for a file of the work folder, removed here, that later stages cannot do without.
+
+    The next call finds it gone and makes it again.
+    """
+    path.unlink(missing_ok=True)
+    return ShardError(
+        "the work folder is damaged", path=path, remedy="The same command makes this file again"
+    )
+
+
+def _claim(out: Path, folder: Path) -> None:
+    """Make the work folder, unless an interrupted call left one."""
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / ".lock")
+    if folder.is_file():  # as it was before it became a folder
+        folder.unlink()
+        folder.mkdir()
+        return
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    # Another process may have made its output whole since this call looked.
+    if any(path.name != MARKER for path in out.iterdir()):
+        folder.rmdir()
+        raise ShardError(
+            "another process has just written this output", path=out, remedy="Choose another --out"
+        )
+
+
+def _locked(out: Path, path: Path) -> FileLock:
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
@@ -79,16 +124,27 @@ def _only_one(out: Path) -> Iterator[None]:
             path=out,
             remedy="Wait for it, or choose another --out",
         ) from error
-    try:
-        yield
-        (out / ".lock").unlink(missing_ok=True)
-    finally:
-        lock.release()
+    return lock
 
 
-def _clear(out: Path) -> None:
+def _clear(out: Path, folder: Path) -> None:
     """Remove what an interrupted call with another job left."""
-    for name in ("manifest.json", "rows.parquet"):
+    for name in ("manifest.json", "rows.parquet", "substrings.parquet"):
         (out / name).unlink(missing_ok=True)
-    for folder in (out / "data", out / MARKER):
-        shutil.rmtree(folder, ignore_errors=True)
+    if (out / "data").exists():
+        shutil.rmtree(out / "data")
+    _empty(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Remove all of the work folder but the lock."""
+    for path in folder.iterdir():
+        if path.name != "lock":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _remove_partial(out: Path) -> None:
+    """Remove what killed processes were writing."""
+    for path in [*out.iterdir(), *(out / "data").rglob("*")]:
+        if _PARTIAL.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

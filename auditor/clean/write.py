@@ -18,6 +18,7 @@ from auditor.clean.row import Cuts, Reading
 from auditor.clean.scan import Scan, changed
 from auditor.clean.shards import Shard
 from auditor.clean.work import read_json, write_json
+from auditor.errors import ShardError
 from auditor.files import atomic, sha256_of
 from auditor.schema import ROWS
 
@@ -53,7 +54,7 @@ def write_shard(task: WriteTask) -> Written:
     """
     plan = sha256(task.keep.tobytes() + repr(sorted(task.cuts.items())).encode()).hexdigest()
     done = read_json(task.journal)
-    if done is not None and done["plan"] == plan and task.child.exists():
+    if done is not None and done["plan"] == plan and _sha256(task) == done["sha256"]:
         return Written(done["sha256"], done["n_bytes"])
     with task.shard.local(task.journal.parent) as shard:
         if sha256_of(shard.files()) != task.sha256:
@@ -63,6 +64,14 @@ def write_shard(task: WriteTask) -> Written:
     written = Written(sha256_of(files), sum(file.stat().st_size for file in files))
     write_json(task.journal, {"plan": plan, "sha256": written.sha256, "n_bytes": written.n_bytes})
     return written
+
+
+def _sha256(task: WriteTask) -> str | None:
+    """SHA-256 of a child that is there already, None where it is not or is damaged."""
+    try:
+        return sha256_of(Shard(task.child, task.shard.name).files())
+    except (OSError, ShardError):
+        return None
 
 
 def write_rows(path: Path, shards: Sequence[Shard], facts: Scan, decisions: Decisions) -> None:
