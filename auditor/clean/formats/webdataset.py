@@ -135,9 +135,9 @@ def _samples(path: Path, findings: Findings, is_read: Any) -> Iterator[_Sample]:
     try:
         with decompressed(path) as (stream, _):
             counted = _Counted(stream)
-            tar = tarfile.open(fileobj=counted, mode="r|")  # noqa: SIM115
+            tar = tarfile.open(fileobj=counted, mode="r|")  # type: ignore[call-overload]  # noqa: SIM115
             for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
+                tar.members = []  # or it keeps them all
                 split = _NAME.match(member.name)
                 if not member.isfile() or split is None or _is_meta(member.name):
                     if not member.isdir():
