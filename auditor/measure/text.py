@@ -70,7 +70,8 @@ _KEPT = np.uint64(0x7FFF_FFFF_FFFF_FFFF)
 @functools.cache
 def points_table() -> NDArray[np.uint32]:
     """Lower case and class bits of every code point, u32 [0x110000]."""
-    everything = "".join(map(chr, range(0x110000)))
+    points = np.arange(0x110000, dtype="<u4")
+    everything = points.tobytes().decode("utf-32-le", "surrogatepass")
     single = everything
     for letter in _LOWERED_IN_CONTEXT:
         single = single.replace(letter, " ")

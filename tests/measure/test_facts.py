@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,14 @@ def test_facts_of_texts_are_those_of_each_text(batch: list[str], shingle: Any) -
         expected_share, expected_repeats = repetition(ids)
         assert share == pytest.approx(expected_share)
         assert repeats == expected_repeats
+
+
+def test_every_letter_is_lowered_and_classed_as_python_does() -> None:
+    letters = [f"a{chr(point)}b" for point in range(0x20000)]
+    found = facts.facts_of_texts(letters, "word5", 1, repetition=False)
+    assert found.exact.tolist() == [sketch.exact_hash_text(text) for text in letters]
+    n_words = [len(re.findall(r"\w+", text.lower())) for text in letters]
+    assert found.n_elements.tolist() == n_words
 
 
 @settings(deadline=None)
