@@ -235,7 +235,13 @@ def _has_huge(fields: dict[str, Any], reading: Reading) -> bool:
     """Whether a value that is told on may be an integer that orjson made a float of."""
     values = [fields.get(name) for name in ID_COLUMNS]
     values += [at(fields, name) for name in reading.columns]
-    return any(type(value) is float and abs(value) >= 2**63 for value in values)
+    return any(map(_is_huge, values))
+
+
+def _is_huge(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_is_huge, value.values() if isinstance(value, dict) else value))
+    return type(value) is float and abs(value) >= 2**63
 
 
 def _row(fields: Any, column: str, reading: Reading, row: int, findings: Findings) -> Row:
