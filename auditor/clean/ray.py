@@ -56,8 +56,8 @@ class Ray:
     """The nodes of a Ray cluster, which must mount what is read and written.
 
     Args:
-        address: ``auto`` for the cluster that this machine is a node of, ``HOST:PORT`` of its head,
-            or a URL ``ray://HOST:PORT``. None: the Ray that runs already in this process, else what
+        address: ``auto`` for the cluster that this machine is a node of, or ``HOST:PORT`` of its
+            head. None: the Ray that runs already in this process, else what
             ``RAY_ADDRESS`` names, else the cluster of this machine, else a Ray of this machine
             alone, which ``close`` ends.
 
@@ -101,7 +101,8 @@ class Ray:
         tasks = [_absolute(task) for task in tasks]
         common = _leave_marker(_work_folder(tasks[0]))
         self._check_nodes(_input(tasks[0]), common)
-        # Ray would try a task again for ever that takes more memory than a node has.
+        # Deaths are counted here: those by memory Ray counts apart, by a setting of the cluster,
+        # and may try such a task without end.
         run = self._ray.remote(_run).options(
             num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"
         )
@@ -183,7 +184,7 @@ def _reach(address: str | None) -> None:
     """Raise ``OSError`` where nobody listens at ``HOST:PORT``: Ray would end this process."""
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS")
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    host, _, port = (address or "").rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 

@@ -382,7 +382,7 @@ def test_other_versions_of_packages_are_refused(
         engine.map(square, tasks(tmp_path, 1), ignore)
 
 
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1:1", "ray://127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:1"])
 def test_a_cluster_that_is_not_there_is_told_of(address: str) -> None:
     script = (
         f"from auditor.clean.ray import Ray\n"
@@ -403,12 +403,12 @@ def test_without_ray_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         Ray()
 
 
-def test_an_engine_of_its_own_ends_what_it_began(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": LOREM}] * 2)
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER.replace("Ray(sys.argv[1])", "Ray()"))
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    command = [sys.executable, script, "", tmp_path / "a.jsonl", tmp_path / "out"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert verify(tmp_path / "out").ok
+def test_command_line_writes_the_same_bytes(cluster: Any, corpus: Path, tmp_path: Path) -> None:
+    for engine, settings in {"local": [], "ray": ["--address", cluster.address]}.items():
+        command = [sys.executable, "-m", "auditor", "dedupe", corpus, "--out", tmp_path / engine]
+        done = subprocess.run(
+            [*command, "--engine", engine, *settings], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "ray") == files(tmp_path / "local")
+    assert verify(tmp_path / "ray").ok
