@@ -15,7 +15,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +33,9 @@ from auditor.measure.facts import Facts, facts_of_texts, facts_of_tokens
 from auditor.measure.repetition import FLAG_REPEATS
 
 _BATCH_ROWS: Final = 512
+
+_BATCH_ELEMENTS: Final = 1 << 22
+"""Characters or token ids that end a batch of fewer rows: memory goes by rows, not by text."""
 
 _ENDS: Final = (".facts", ".identities", ".signatures")
 
@@ -156,7 +158,15 @@ def changed(shard: Shard) -> ShardError:
 
 def batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
     """Rows in lists of a size that kernels like."""
-    while batch := list(islice(rows, _BATCH_ROWS)):
+    batch: list[Row] = []
+    n_elements = 0
+    for row in rows:
+        batch.append(row)
+        n_elements += 0 if row.content is None else len(row.content)
+        if len(batch) == _BATCH_ROWS or n_elements >= _BATCH_ELEMENTS:
+            yield batch
+            batch, n_elements = [], 0
+    if batch:
         yield batch
 
 
