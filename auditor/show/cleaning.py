@@ -20,7 +20,7 @@ from auditor.clean.manifest import Manifest
 from auditor.clean.restore import Restored
 from auditor.show.differences import Differences, Piece, differences, excerpt
 from auditor.show.printing import heading, line, new_table
-from auditor.show.text import clean, encodable, sentence
+from auditor.show.text import SENTENCE_CHARS, clean, encodable
 from auditor.show.wording import counted
 
 REASONS: Final = {
@@ -66,7 +66,7 @@ def print_manifest(console: Console, manifest: Manifest, out: Path | None) -> No
         table.add_row(*(Text(encodable(cell, console.encoding)) for cell in cells))
     console.print(table)
     for note in _notes(manifest):
-        line(console, "", sentence(note), label_chars=0)
+        line(console, "", clean(note, SENTENCE_CHARS), label_chars=0)
     if out is not None:
         _say(console, f"{out / 'manifest.json'}")
         _say(console, f"Check it at any time: auditor verify {out}")
@@ -112,7 +112,7 @@ def print_found(console: Console, found: Sequence[Found]) -> None:
                 body = f"{said:<10}  {_place(member)}  id {clean(member['sample_id'])}"
                 line(console, "", body)
         if one.unread is not None:
-            line(console, "Content", f"not shown: {sentence(one.unread)}")
+            line(console, "Content", f"not shown: {clean(one.unread, SENTENCE_CHARS)}")
         elif one.content is not None:
             console.print()
             _pair(console, one)
@@ -138,10 +138,8 @@ def found_as_json(found: Sequence[Found]) -> dict[str, Any]:
 
 def print_restored(console: Console, restored: Restored, out: Path) -> None:
     """How many rows were given back, why they had been dropped, and where they are."""
-    _say(
-        console,
-        f"{counted(restored.n_rows, 'row')} from {counted(len(restored.by_shard), 'shard')} in {out}",
-    )
+    n_rows, n_shards = counted(restored.n_rows, "row"), counted(len(restored.by_shard), "shard")
+    _say(console, f"{n_rows} from {n_shards} in {out}")
     for reason, n in restored.by_reason.items():
         _say(console, f"  {n:>9} had been dropped: {reason}")
 
@@ -192,7 +190,12 @@ def _pair(console: Console, one: Found) -> None:
     """A row and its keeper side by side, or the row alone."""
     row = one.row
     if one.unread is not None:
-        line(console, "", f"{_place(row)}  not shown: {sentence(one.unread)}", label_chars=2)
+        line(
+            console,
+            "",
+            f"{_place(row)}  not shown: {clean(one.unread, SENTENCE_CHARS)}",
+            label_chars=2,
+        )
         return
     if one.keeper is None or one.content is None or one.keeper_content is None:
         text = "no content" if one.content is None else excerpt(one.content)

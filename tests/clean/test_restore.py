@@ -1,0 +1,274 @@
+"""Dropped rows given back; rows read from the inputs, where they are now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from jsonl_files import write_jsonl
+
+from auditor.clean.config import DedupeConfig
+from auditor.clean.dedupe import dedupe
+from auditor.clean.manifest import Manifest, load_manifest, verify
+from auditor.clean.restore import restore
+from auditor.clean.shards import MARKER, Shard
+from auditor.errors import ManifestError, ShardError
+
+LOREM = " ".join(f"word{i}" for i in range(60))
+NEAR = LOREM.replace("word59", "other")
+ROWS = [
+    {"id": f"r{i}", "text": text, "source": source, "more": i}
+    for i, (text, source) in enumerate(
+        [
+            ("alone", "a"),
+            (LOREM, "a"),
+            (NEAR, "a"),
+            ("alone", "b"),
+            ("buy now " * 40, "b"),
+            (LOREM, "b"),
+            ("last", "b"),
+        ]
+    )
+]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    feather.write_feather(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Rows by other means than ours."""
+    if path.suffix == ".parquet":
+        return pl.read_parquet(path).to_dicts()
+    if path.suffix == ".arrow":
+        return feather.read_table(path).to_pylist()
+    return pl.read_ndjson(path.read_bytes()).to_dicts()  # polars decompresses
+
+
+def merged(manifest: Manifest, kept: list[Any], restored: list[Any], shard: str) -> list[Any]:
+    """Both in the places that the manifest gives them."""
+    kept, restored = list(kept), list(restored)
+    rows = [(kept if stays else restored).pop(0) for stays in manifest.keep(shard)]
+    assert not kept
+    assert not restored
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", write_jsonl),
+        ("a.jsonl.gz", write_jsonl),
+        ("a.jsonl.zst", write_jsonl),
+        ("a.parquet", write_parquet),
+        ("a.arrow", write_arrow),
+    ],
+)
+def test_kept_and_restored_rows_are_the_input(
+    name: str, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "in" / "deep" / name, ROWS)
+    write_jsonl(tmp_path / "in" / "z.jsonl", [{"text": "untouched"}])
+    manifest = dedupe([tmp_path / "in"], tmp_path / "out")
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    shard = f"deep/{name}"
+    assert restored.by_shard == {shard: 4}
+    assert restored.by_reason == {"exact": 2, "near": 1, "repetition": 1}
+    kept, back = read(tmp_path / "out" / "data" / shard), read(tmp_path / "back" / shard)
+    assert merged(manifest, kept, back, shard) == read(path) == ROWS
+    assert [p.name for p in (tmp_path / "back").iterdir()] == ["deep"]
+
+
+def test_restored_lines_are_the_bytes_they_were_even_where_they_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    lines = [b'{"text": "x"}', b'{"text": "cut', b'{"text":   "X"}', b'{"text": "y"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    config = DedupeConfig(on_error="skip")
+    dedupe([tmp_path / "a.jsonl"], tmp_path / "out", config=config)
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert (tmp_path / "back" / "a.jsonl").read_bytes() == b"\n".join(lines[1:3]) + b"\n"
+    assert restored.by_reason == {"exact": 1, "unreadable": 1}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rows"),
+    [
+        ({"reason": "near"}, [2]),
+        ({"reason": "exact"}, [3, 5]),
+        ({"source": "b"}, [3, 4, 5]),
+        ({"source": "b", "reason": "repetition"}, [4]),
+    ],
+)
+def test_restore_takes_rows_of_a_reason_or_a_source(
+    chosen: dict[str, str], rows: list[int], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    manifest = dedupe([path], tmp_path / "out")
+    restored = restore(manifest, tmp_path / "back", **chosen)
+    assert restored.n_rows == len(rows)
+    assert read(tmp_path / "back" / "a.jsonl") == [ROWS[i] for i in rows]
+
+
+def test_restore_of_nothing_is_an_error(tmp_path: Path) -> None:
+    manifest = dedupe([write_jsonl(tmp_path / "a.jsonl", ROWS)], tmp_path / "out")
+    with pytest.raises(ManifestError, match="no row was dropped for unreadable from 'a'"):
+        restore(manifest, tmp_path / "back", reason="unreadable", source="a")
+    with pytest.raises(ValueError, match=r"exact, near.*'dirty'"):
+        restore(manifest, tmp_path / "back", reason="dirty")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("harm", ["changed", "not there any more"])
+def test_parent_that_is_not_what_it_was_is_named_before_anything_is_written(
+    harm: str, tmp_path: Path
+) -> None:
+    for name, rows in (("a", ROWS), ("b", [ROWS[0], {"text": "more"}])):
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", rows)
+    manifest = dedupe([tmp_path / "in"], tmp_path / "out")
+    parent = tmp_path / "in" / "b.jsonl"
+    if harm == "changed":
+        parent.write_bytes(parent.read_bytes().replace(b"alone", b"ALONE"))
+    else:
+        parent.unlink()
+    with pytest.raises(ShardError, match=rf"b\.jsonl.*{harm}.*--parents"):
+        restore(manifest, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    # A shard that gives no row is not needed.
+    assert restore(manifest, tmp_path / "near", reason="near").by_shard == {"a.jsonl": 1}
+
+
+def test_restore_refuses_a_folder_in_use(tmp_path: Path) -> None:
+    manifest = dedupe([write_jsonl(tmp_path / "in" / "a.jsonl", ROWS)], tmp_path / "out")
+    for used, words in (
+        (tmp_path / "in", "contains the input"),
+        (tmp_path / "out", "lies within"),
+        (tmp_path / "out" / "data" / "more", "lies within"),
+    ):
+        with pytest.raises(ShardError, match=words):
+            restore(manifest, used)
+    assert verify(tmp_path / "out").ok
+
+
+def test_interrupted_restore_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", ROWS)
+    manifest = dedupe([tmp_path / "in"], tmp_path / "out")
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if 0 < done < total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        restore(manifest, tmp_path / "back", progress=stop)
+    assert (tmp_path / "back" / MARKER).exists()
+    with pytest.raises(ShardError, match="another call was interrupted here"):
+        restore(manifest, tmp_path / "back", reason="exact")
+    assert restore(manifest, tmp_path / "back").n_rows == 4 + 7
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+def test_restore_refuses_rows_that_are_not_those_of_the_manifest(tmp_path: Path) -> None:
+    dedupe([write_jsonl(tmp_path / "a.jsonl", ROWS)], tmp_path / "out")
+    path = tmp_path / "out" / "rows.parquet"
+    pl.read_parquet(path).with_columns(pl.col("decision").reverse()).write_parquet(path)
+    with pytest.raises(ManifestError, match=r"rows\.parquet.*SHA-256"):
+        restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+
+
+def test_shard_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    """Else a manifest of someone else's could have files written anywhere."""
+    dedupe([write_jsonl(tmp_path / "a.jsonl", ROWS)], tmp_path / "out", manifest_only=True)
+    path = tmp_path / "out" / "manifest.json"
+    document = json.loads(path.read_text())
+    for name in ("../a.jsonl", str(tmp_path / "a.jsonl"), "x/../../a.jsonl"):
+        document["shards"][0]["shard"] = name
+        path.write_text(json.dumps(document))
+        with pytest.raises(ManifestError, match="leads out of its folder"):
+            load_manifest(tmp_path / "out")
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A manifest without shards, of three inputs."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_jsonl(tmp_path / "in" / "x" / "a.jsonl.zst", ROWS)
+    (tmp_path / "in" / "b.jsonl").write_bytes(b'{"id": "s0", "text": "z"}\n{"text": "cut\n')
+    write_parquet(tmp_path / "in" / "c.parquet", [{**ROWS[0], "id": "t0", "text": "new"}, ROWS[1]])
+    config = DedupeConfig(on_error="skip")
+    dedupe([tmp_path / "in"], tmp_path / "out", config=config, manifest_only=True)
+    return tmp_path / "out"
+
+
+KEPT = ["r0", "r1", "r6", "s0", "t0"]
+
+
+def ids(manifest: Manifest) -> list[str]:
+    return sorted(manifest.dataset["id"][:])
+
+
+def test_manifest_without_shards_serves_the_rows_that_stay(alone: Path) -> None:
+    assert sorted(path.name for path in alone.iterdir()) == ["manifest.json", "rows.parquet"]
+    manifest = load_manifest(alone)
+    assert not manifest.has_children
+    assert ids(manifest) == KEPT
+    texts = dict(zip(manifest.dataset["id"][:], manifest.dataset["text"][:], strict=True))
+    assert texts == {"r0": "alone", "r1": LOREM, "r6": "last", "s0": "z", "t0": "new"}
+    assert manifest.keep("x/a.jsonl.zst").tolist() == [True, *[False] * 5, True]
+    drawn = {manifest.dataset[i]["id"] for i in manifest.sampler(seed=0, n_samples=200)}
+    assert drawn == set(KEPT)
+    assert verify(alone).ok
+
+
+def test_inputs_that_moved_are_found_by_their_names(alone: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").rename(tmp_path / "elsewhere")
+    assert len(verify(alone).missing_parents) == 3
+    moved = verify(alone, parents=tmp_path / "elsewhere")
+    assert moved.ok
+    assert moved.missing_parents == ()
+    manifest = load_manifest(alone, parents=tmp_path / "elsewhere")
+    assert ids(manifest) == KEPT
+    assert restore(manifest, tmp_path / "back").by_reason == {
+        "exact": 3,
+        "near": 1,
+        "repetition": 1,
+        "unreadable": 1,
+    }
+    (tmp_path / "elsewhere" / "b.jsonl").write_bytes(b'{"text": "other"}\n')
+    changed = verify(alone, parents=tmp_path / "elsewhere")
+    assert any("b.jsonl: the input has changed" in failure for failure in changed.failures)
+
+
+def test_verify_tells_progress_in_bytes(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dedupe([path], tmp_path / "out")
+    told: list[tuple[str, int, int]] = []
+    verify(tmp_path / "out", progress=lambda *event: told.append(event))
+    n = path.stat().st_size + (tmp_path / "out" / "data" / "a.jsonl").stat().st_size
+    assert told == [("verify", 0, n), ("verify", n, n)]
+
+
+def test_damaged_parent_fails_verification_and_is_no_traceback(tmp_path: Path) -> None:
+    manifest = dedupe([write_jsonl(tmp_path / "a.jsonl", ROWS)], tmp_path / "out")
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.jsonl").mkdir()
+    assert manifest.parents == (Shard(tmp_path / "a.jsonl", "a.jsonl"),)
+    (failure,) = verify(tmp_path / "out").failures
+    assert "a.jsonl" in failure
