@@ -49,7 +49,10 @@ def test_substrings_are_reported_between_rows_that_stay(tmp_path: Path) -> None:
     begin, end = spans.select("begin", "end").row(0)
     assert ROWS[1]["text"][begin:end] == NOTICE
     assert manifest.document["substrings"] == {
-        "n_spans": 1, "n_rows": 1, "n_elements": 60, "are_cut": False
+        "n_spans": 1,
+        "n_rows": 1,
+        "n_elements": 60,
+        "are_cut": False,
     }
     assert lines(tmp_path / "out/data/a.jsonl") == ROWS[:3]
 
