@@ -57,9 +57,9 @@ class Ray:
 
     Args:
         address: ``auto`` for the cluster that this machine is a node of, or ``HOST:PORT`` of its
-            head. None: the Ray that runs already in this process, else what
-            ``RAY_ADDRESS`` names, else the cluster of this machine, else a Ray of this machine
-            alone, which ``close`` ends.
+            head. None: the Ray that runs already in this process, else what ``RAY_ADDRESS`` names,
+            else the cluster of this machine, else a Ray of this machine alone, which ``close``
+            ends.
 
     Raises ``ShardError`` where Ray is not installed, or cannot be reached.
     """
@@ -78,7 +78,7 @@ class Ray:
             try:
                 _reach(address)
                 ray.init(address, include_dashboard=False, logging_level=logging.WARNING)
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ShardError(
                     f"no Ray cluster can be reached at {address or 'this machine'}: {error}",
                     remedy="Check the address, and that `ray status` shows a cluster there",

@@ -37,6 +37,7 @@ from auditor.clean.dedupe import dedupe
 from auditor.clean.engine import InProcess, Processes
 from auditor.clean.manifest import verify
 from auditor.clean.ray import Ray
+from auditor.clean.shards import find_shards
 from auditor.errors import ShardError
 
 LOREM = " ".join(f"word{i}" for i in range(60))
@@ -88,8 +89,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for path in real.glob("docs-0[0-2]*.jsonl.zst"):
         shutil.copy(path, folder)
-    from auditor.clean.shards import find_shards
-
     rows = find_shards([real / "docs-03-of-04.jsonl.zst"]).shards[0].rows()
     texts = [str(row.content) for row in rows]
     for number in range(3):
@@ -172,8 +171,10 @@ def test_workers_killed_in_a_stage_change_nothing(
 
     def kill(told: str, done: int, total: int) -> None:
         if told == stage and 0 < done < total and not killed:
-            while not killed:  # the next task begins in a moment
+            for _ in range(50):  # the next task begins in a moment
                 killed.extend(workers())
+                if killed:
+                    break
             for process in killed:
                 os.kill(process, signal.SIGKILL)
 
@@ -404,10 +405,10 @@ def test_without_ray_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_command_line_writes_the_same_bytes(cluster: Any, corpus: Path, tmp_path: Path) -> None:
-    for engine, settings in {"local": [], "ray": ["--address", cluster.address]}.items():
+    for engine, where in {"local": [], "ray": ["--address", cluster.address]}.items():
         command = [sys.executable, "-m", "auditor", "dedupe", corpus, "--out", tmp_path / engine]
         done = subprocess.run(
-            [*command, "--engine", engine, *settings], capture_output=True, text=True
+            [*command, "--engine", engine, *where], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
     assert files(tmp_path / "ray") == files(tmp_path / "local")
