@@ -246,6 +246,23 @@ def test_kept_rows_and_number_of_files_survive(keep: list[bool], n_files: int) -
         del before, after
 
 
+def test_a_folder_is_read_and_copied_to_where_it_is_cut_off(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(3000)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "in"), num_shards=3)
+    second = sorted((tmp_path / "in").glob("*.arrow"))[1]
+    second.write_bytes(second.read_bytes()[:-400])
+    (unit,) = find_shards([tmp_path / "in"]).shards
+    with pytest.raises(ShardError, match="cannot be read as Arrow"):
+        list(unit.rows())
+    findings: list[Finding] = []
+    rows = list(unit.rows(SKIP, findings))
+    assert [row.content for row in rows] == texts[: len(rows)]
+    assert 1000 <= len(rows) < 2000
+    assert [(finding.row, finding.lost) for finding in findings] == [(len(rows), True)]
+    unit.copy(tmp_path / "out", np.arange(len(rows)) >= 7, SKIP)
+    assert datasets.load_from_disk(str(tmp_path / "out"))["text"][:] == texts[7 : len(rows)]
+
+
 def test_a_folder_that_names_files_outside_of_it_is_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(str(tmp_path / "in"))
     state = tmp_path / "in" / "state.json"

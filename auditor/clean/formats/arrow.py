@@ -25,11 +25,11 @@ def files(path: Path) -> tuple[Path, ...]:
     return (path,)
 
 
-def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
-    """Rows in file order; raises ``ShardError`` where a record batch cannot be read."""
-    start = 0
+def rows(path: Path, reading: Reading, findings: Findings, first: int = 0) -> Iterator[Row]:
+    """Rows in file order, numbered from ``first``; raises ``ShardError`` where it is damaged."""
+    start = first
     columns: Columns | None = None
-    for batch in batches(path, findings):
+    for batch in batches(path, findings, first):
         if columns is None and len(batch):
             columns = Columns(batch.schema, reading, path)
         for offset in range(0, len(batch), BATCH_ROWS):
@@ -75,9 +75,9 @@ def count(path: Path, reading: Reading) -> int:
     return sum(len(batch) for batch in batches(path, Findings(None)))
 
 
-def batches(path: Path, findings: Findings) -> Iterator[Any]:
+def batches(path: Path, findings: Findings, first: int = 0) -> Iterator[Any]:
     """Record batches in order; raises ``ShardError`` for what cannot be read."""
-    n_rows = 0
+    n_rows = first
     with _opened(path, lambda: n_rows) as (reader, is_stream):
         for batch in reader if is_stream else map(reader.get_batch, _indices(reader)):
             yield batch

@@ -24,8 +24,9 @@ FAULTS: Final = (EOFError, OSError, zlib.error, zstandard.ZstdError)
 """What reading a damaged compressed file raises."""
 
 _ZSTD_INPUT_BYTES: Final = 1024
-"""Compressed bytes taken at a time. What they expand to is held in memory, for a moment twice: 64 MB
-at most, as a block of 4 bytes can stand for 128 KB. Larger pieces save a fifth of the time."""
+"""Compressed bytes taken at a time. What they expand to is held in memory, for a moment twice:
+64 MB at most, as a block of 4 bytes can stand for 128 KB. Larger pieces save a fifth of the time.
+"""
 
 
 class _GzipMembers(io.RawIOBase):

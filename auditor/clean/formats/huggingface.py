@@ -27,8 +27,11 @@ def files(path: Path) -> tuple[Path, ...]:
 
 def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
     """Rows of the data files in the order of ``state.json``, in which ``datasets`` counts them."""
+    n_rows = 0
     for file in _data_files(path):
-        yield from arrow.rows(file, reading, findings)
+        for row in arrow.rows(file, reading, findings, n_rows):
+            yield row
+            n_rows += 1
 
 
 def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> None:
@@ -40,8 +43,11 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
     sources = _data_files(path)
     with atomic_folder(out) as folder:
         start = 0
+        is_cut = False
         for file in sources:
-            n_rows = arrow.count(file, reading)
+            # Nothing was read of the files after one that is cut off.
+            n_rows, cut_here = (0, True) if is_cut else _n_rows(file, reading)
+            is_cut |= cut_here
             arrow.copy(file, folder / file.name, keep[start : start + n_rows], reading)
             start += n_rows
         if start != len(keep):
@@ -56,6 +62,19 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
 def count(path: Path, reading: Reading) -> int:
     """Rows of all data files."""
     return sum(arrow.count(file, reading) for file in _data_files(path))
+
+
+def _n_rows(file: Path, reading: Reading) -> tuple[int, bool]:
+    """Rows of a data file to its end or, when skipping, to where it is cut off."""
+    n_rows = 0
+    try:
+        for batch in arrow.batches(file, Findings(None)):
+            n_rows += len(batch)
+    except ShardError:
+        if reading.on_error == "raise":
+            raise
+        return n_rows, True
+    return n_rows, False
 
 
 def _data_files(path: Path) -> list[Path]:
