@@ -23,7 +23,7 @@ test-stack-%: .stacks/%/.installed
 	.stacks/$*/bin/python -m pip list --format=freeze 2>/dev/null \
 	  | grep -E "^(torch|accelerate|lightning|transformers|torchdata|webdataset|datasets|mosaicml-streaming|ray)==" \
 	  > reports/stacks/$*.txt
-	.stacks/$*/bin/python -m pytest -q -W ignore $(PYTEST_FLAGS) tests/stacks/test_$*.py \
+	.stacks/$*/bin/python -m pytest -q -W ignore $(PYTEST_FLAGS) tests/stacks/test_$*.py $(wildcard tests/stacks/test_$*_*.py) \
 	  >> reports/stacks/$*.txt; status=$$?; tail -n 3 reports/stacks/$*.txt; exit $$status
 
 .stacks/%/.installed: pyproject.toml tests/stacks/requirements/%.txt
