@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,18 @@ from click.testing import CliRunner, Result
 from torch.utils.data import DataLoader
 
 from auditor import AuditedSampler, GradeMonitor
+from auditor.clean.decide import REASONS
 from auditor.clean.engine import InProcess, Processes
 from auditor.clean.shards import Shard
 from auditor.cli import engines, main
 from auditor.cli.progress import progress_bar
 from auditor.demo.corpus import ShardRows, collate
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
+from auditor.schema import ROWS
+
+PAGE = Path(__file__).parents[1] / "docs" / "cleaning.md"
+ELSEWHERE = "--shards --engine --address"
+"""Options that the README and docs/cluster.md tell of."""
 
 LOREM = " ".join(f"word{i}" for i in range(60))
 NEAR = LOREM.replace("word59", "other")  # .965 of the shingles
@@ -196,6 +203,25 @@ def test_dry_run_shows_samples_and_writes_nothing(
 
 def test_dry_run_into_a_folder_in_use_is_refused_as_the_real_one_is(corpus: Path) -> None:
     assert run("dedupe", corpus, "--out", corpus, "--dry-run").exit_code == 1
+
+
+def test_page_on_cleaning_names_every_option_reason_and_column() -> None:
+    page = PAGE.read_text()
+    for name in ("dedupe", "verify", "explain", "restore"):
+        for parameter in main.commands[name].params:
+            for option in (one for one in parameter.opts if one.startswith("--")):
+                assert option in page + ELSEWHERE, option
+    for name in (*ROWS, *filter(None, REASONS)):
+        assert f"`{name}`" in page, name
+
+
+def test_page_on_cleaning_gives_the_probability_that_a_pair_is_found() -> None:
+    table = re.findall(r"^\| (0\.\d) \| ([\d.e -]+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [row[0] for row in table] == ["0.5", "0.6", "0.7", "0.8", "0.9"]
+    for s, said in table:
+        one, _, less = said.partition(" - ")
+        missed = (1 - float(s) ** 4) ** 32
+        assert float(less or 1 - float(one)) == pytest.approx(missed, rel=0.3, abs=1e-9)
 
 
 def test_findings_are_told_on_standard_error(tmp_path: Path) -> None:
