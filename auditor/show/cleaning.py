@@ -33,6 +33,9 @@ REASONS: Final = {
 }
 """Why a row is dropped, in the order in which reasons are told."""
 
+_SOURCES: Final = 30
+"""Sources that are printed: those with the most rows."""
+
 _KINDS: Final = 5
 _EXAMPLES: Final = 3
 _NAMES: Final = 5
@@ -53,7 +56,8 @@ def print_manifest(console: Console, manifest: Manifest, out: Path | None) -> No
     table.add_column("source")
     for name in ("rows in", "rows out", "weight", "epochs", "proposed", "epochs"):
         table.add_column(name, justify="right")
-    for name, source in document["sources"].items():
+    by_rows = sorted(document["sources"].items(), key=lambda item: -item[1]["rows_in"])
+    for name, source in by_rows[:_SOURCES]:
         cells = (
             clean(name),
             str(source["rows_in"]),
@@ -65,6 +69,8 @@ def print_manifest(console: Console, manifest: Manifest, out: Path | None) -> No
         )
         table.add_row(*(Text(encodable(cell, console.encoding)) for cell in cells))
     console.print(table)
+    if (n_more := len(by_rows) - _SOURCES) > 0:
+        _say(console, f"and {counted(n_more, 'source')} more in manifest.json")
     for note in _notes(manifest):
         line(console, "", clean(note, SENTENCE_CHARS), label_chars=0)
     if out is not None:
