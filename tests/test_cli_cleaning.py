@@ -254,6 +254,35 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(
     assert run("verify", tmp_path / "out").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "place", "words"),
+    [
+        (["dedupe", "{corpus}", "--dry-run"], "dedupe.find_shards", "nothing was written"),
+        (["restore", "{out}", "--out", "{out}2"], "restore.restore", "same command"),
+        (["verify", "{out}"], "manifest.verify", "Stopped."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_ctrl_c_is_a_line_and_an_exit_code(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    place: str,
+    words: str,
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    known = {"corpus": corpus, "out": tmp_path / "out"}
+    run("dedupe", corpus, "--out", known["out"])
+    monkeypatch.setattr(f"auditor.clean.{place}", stop)
+    result = run(*(word.format(**known) for word in command))
+    assert result.exit_code == 130
+    assert words in result.output
+    assert result.output.count("\n") == 1
+
+
 def test_several_workers_give_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     assert run("dedupe", corpus, "--out", tmp_path / "one").exit_code == 0
     result = run("dedupe", corpus, "--out", tmp_path / "two", "--workers", "2")

@@ -147,4 +147,5 @@ def _remove_partial(out: Path) -> None:
     """Remove what killed processes were writing."""
     for path in [*out.iterdir(), *(out / "data").rglob("*")]:
         if _PARTIAL.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            # One within another went with it.
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

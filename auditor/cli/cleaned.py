@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from auditor.cli.command import as_json_option, checking, console
+from auditor.cli.command import as_json_option, checking, console, interruptible
 from auditor.cli.progress import progress_bar
 
 _parents_option = click.option(
@@ -117,7 +117,11 @@ def restore(
     from auditor.show.cleaning import print_restored
 
     manifest = load_manifest(folder, parents=parents)
-    with progress_bar(quiet=as_json) as progress, checking():
+    with (
+        interruptible("Stopped. The same command begins again and goes through."),
+        progress_bar(quiet=as_json) as progress,
+        checking(),
+    ):
         restored = give_back(manifest, out, reason=reason, source=source, progress=progress)
     if as_json:
         document = {"by_shard": restored.by_shard, "by_reason": restored.by_reason}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from auditor.cli.command import (
     as_json_option,
     checking,
     console,
+    interruptible,
 )
 from auditor.cli.engines import engine_for
 from auditor.cli.progress import progress_bar
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from auditor.clean.config import DedupeConfig
     from auditor.clean.from_run import RunData
     from auditor.clean.manifest import Manifest
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def _option(heading: str) -> Callable[..., Callable[[Any], Any]]:
@@ -229,7 +226,8 @@ def dedupe(
     from auditor.clean.shards import find_shards
     from auditor.run import Run
 
-    try:
+    goes_on = "Stopped. The same command goes on where it stopped."
+    with interruptible("Stopped; nothing was written." if dry_run else goes_on):
         opened = Run.open(inputs[0]) if is_run else None if run is None else Run.open(run)
         data = None
         if opened is not None:
@@ -253,14 +251,6 @@ def dedupe(
                     **({} if data is None else data.settings),
                 )
         found = samples_of(manifest, samples) if dry_run else []
-    except KeyboardInterrupt:
-        click.echo(
-            "Stopped; nothing was written."
-            if dry_run
-            else "Stopped. The same command goes on where it stopped.",
-            err=True,
-        )
-        sys.exit(INTERRUPTED)
     _warn(manifest, config, data)
 
     from auditor.show.cleaning import print_manifest, print_samples, samples_as_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 
 _OTHER: Final = "Other options"
+
+_INTERRUPTED: Final = 130
 
 
 class Group(click.Group):
@@ -30,6 +33,9 @@ class Group(click.Group):
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise click.ClickException(f"{where}{error.strerror or error}") from error
+        except KeyboardInterrupt:
+            with interruptible():
+                raise
 
 
 class GroupedOption(click.Option):
@@ -54,6 +60,16 @@ class GroupedCommand(click.Command):
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+@contextmanager
+def interruptible(words: str = "Stopped.") -> Iterator[None]:
+    """Ctrl-C ends the command with these words and the exit code that shells know."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(words, err=True)
+        sys.exit(_INTERRUPTED)
 
 
 @contextmanager

@@ -38,9 +38,16 @@ def _engine(shards: Sequence[Shard], name: str, address: str | None, workers: in
     from auditor.clean.engine import InProcess, Processes
 
     if workers is None:
-        workers = 1 if _is_small(shards) else len(os.sched_getaffinity(0))
+        workers = 1 if _is_small(shards) else _n_cores()
     workers = min(workers, len(shards))
     return InProcess() if workers == 1 else Processes(workers)
+
+
+def _n_cores() -> int:
+    """Cores that this process may use; not every system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _is_small(shards: Sequence[Shard]) -> bool:

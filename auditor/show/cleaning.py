@@ -70,7 +70,7 @@ def print_manifest(console: Console, manifest: Manifest, out: Path | None) -> No
         table.add_row(*(Text(encodable(cell, console.encoding)) for cell in cells))
     console.print(table)
     if (n_more := len(by_rows) - _SOURCES) > 0:
-        _say(console, f"and {counted(n_more, 'source')} more in manifest.json")
+        _say(console, f"and {counted(n_more, 'more source')}, in manifest.json")
     for note in _notes(manifest):
         line(console, "", clean(note, SENTENCE_CHARS), label_chars=0)
     if out is not None:

@@ -5,6 +5,7 @@ What is compared is the whole output folder, names and bytes, with that of a cal
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,12 +35,16 @@ from auditor.errors import ShardError
 DEADLINE_S = 120
 """Nothing here takes so long; a hang fails."""
 
+KILLED = 9
+"""Exit status of a call that died where it was told to."""
+
 # Runs dedupe in forks of itself, so that importing does not count: a line of input is
-# "inputs TAB out TAB workers TAB die", where ``die`` is the number of changes to the file system
-# before the last of which the fork ends as if killed (0: never). It answers with two lines: the
-# fork's process id, and its exit status once it has ended.
+# "inputs TAB out TAB workers TAB die TAB settings". ``die`` is the number of changes to the file
+# system before the last of which the fork ends as if killed (0: never), ``settings`` those of
+# DedupeConfig, as JSON. It answers with two lines: the fork's process id, and its exit status once
+# it has ended.
 FORKS = """
-    import os, sys
+    import json, os, sys
     from auditor.clean.config import DedupeConfig
     from auditor.clean.dedupe import dedupe
     from auditor.clean.engine import Processes
@@ -59,9 +65,10 @@ FORKS = """
         sys.addaudithook(count)
 
     if __name__ == "__main__":
-        dedupe([sys.argv[1]], "nowhere", dry_run=True)  # loads the kernels
+        # Loads the kernels; not a dry run, which uses polars: its threads do not survive a fork.
+        dedupe([sys.argv[1]], sys.argv[2])
         for line in sys.stdin:
-            inputs, out, workers, die, threshold = line.rstrip("\\n").split("\\t")
+            inputs, out, workers, die, settings = line.rstrip("\\n").split("\\t")
             pid = os.fork()
             if not pid:
                 os.setsid()
@@ -70,7 +77,7 @@ FORKS = """
                     engine = Processes(int(workers)) if int(workers) else None
                     if int(die):
                         die_before(int(die))
-                    config = DedupeConfig(threshold=float(threshold))
+                    config = DedupeConfig(**json.loads(settings))
                     dedupe([inputs], out, config=config, engine=engine)
                     if engine:
                         engine.close()
@@ -91,15 +98,15 @@ class Forks:
         script.write_text(textwrap.dedent(FORKS))
         self._inputs = inputs
         self._process = subprocess.Popen(
-            [sys.executable, str(script), str(inputs)],
+            [sys.executable, str(script), str(inputs), str(folder / "first")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def start(self, out: Path, *, workers: int = 0, die: int = 0, threshold: float = 0.8) -> int:
+    def start(self, out: Path, *, workers: int = 0, die: int = 0, **config: Any) -> int:
         assert self._process.stdin is not None
-        fields = (self._inputs, out, workers, die, threshold)
+        fields = (self._inputs, out, workers, die, json.dumps(config))
         self._process.stdin.write("\t".join(map(str, fields)) + "\n")
         self._process.stdin.flush()
         return self._answer()
@@ -246,18 +253,54 @@ def test_a_call_killed_before_any_change_to_the_file_system_goes_on(
     """
     other = undisturbed(small, folder / "other", threshold=0.95)
     assert other != expected_small
-    die = 0
-    while True:
-        die += 1
+    assert die_everywhere(small_forks, folder, expected_small, other) > 60
+
+
+@pytest.mark.slow
+def test_a_call_killed_while_it_writes_folders_and_spans_goes_on(
+    corpora: Path, tmp_path: Path, folder: Path
+) -> None:
+    """Units of several files, and the file that several units are opened by; every tenth place."""
+    formats = corpora / "E_formats"
+    for name in ("hf_dict_save_to_disk", "hf_save_to_disk"):
+        shutil.copytree(formats / name, tmp_path / "in" / name)
+    for name in ("megatron_bytes_uint16.idx", "megatron_bytes_uint16.bin"):
+        shutil.copy(formats / name, tmp_path / "in" / name)
+    settings: dict[str, Any] = {"substrings": "report", "substring_elements": 30}
+    expected = undisturbed(tmp_path / "in", folder / "undisturbed", **settings)
+    assert any(name.endswith("dataset_dict.json") for name in expected)
+    assert len(expected["substrings.parquet"]) > 1000
+    forks = Forks(tmp_path, tmp_path / "in")
+    try:
+        assert die_everywhere(forks, folder, expected, None, step=10, **settings) > 30
+    finally:
+        forks.close()
+
+
+def die_everywhere(
+    forks: Forks,
+    folder: Path,
+    expected: dict[str, Any],
+    other: dict[str, Any] | None,
+    step: int = 1,
+    **settings: Any,
+) -> int:
+    """Die before every change to the file system, or some, and call again; returns how often.
+
+    With ``other``, every seventh time the second call is that with a threshold of .95.
+    """
+    for n_deaths, die in enumerate(count(1, step)):
         out = folder / f"out-{die}"
-        if small_forks.call(out, die=die) == 0:
-            break  # it made fewer changes than that
-        changed = die % 7 == 0 and not is_whole(out)
+        code = forks.call(out, die=die, **settings)
+        if code == 0:
+            return n_deaths  # it made fewer changes than that
+        assert code == KILLED, die
+        changed = other is not None and die % 7 == 0 and not is_whole(out)
         if not is_whole(out):
-            assert small_forks.call(out, threshold=0.95 if changed else 0.8) == 0, die
-        assert tree(out) == (other if changed else expected_small), die
+            assert forks.call(out, **settings, **({"threshold": 0.95} if changed else {})) == 0, die
+        assert tree(out) == (other if changed else expected), die
         shutil.rmtree(out)
-    assert die > 60
+    raise AssertionError
 
 
 @pytest.mark.slow
@@ -544,6 +587,23 @@ def test_what_others_left_in_the_work_folder_is_not_used(
     (out / MARKER).touch()
     (out / "data").mkdir()
     (out / "data" / "old.jsonl").touch()
+    dedupe([small], out)
+    assert tree(out) == expected_small
+
+
+def test_what_killed_processes_were_writing_is_removed(
+    small: Path, expected_small: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        dedupe([small], out, progress=at("write", interrupt))
+    for name in (
+        ".rows.parquet.partial-7",
+        "data/.x.partial-7/.y.partial-7",
+        "data/0/.z.partial-7",
+    ):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
     dedupe([small], out)
     assert tree(out) == expected_small
 

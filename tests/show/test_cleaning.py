@@ -246,6 +246,6 @@ def test_names_that_match_nothing_are_told(tmp_path: Path) -> None:
 def test_of_many_sources_the_largest_are_printed(tmp_path: Path) -> None:
     rows = [{"text": f"text {i}", "source": f"s{i % 40}"} for i in range(79)]
     text = printed(print_manifest, cleaned(tmp_path, rows), None)
-    assert "and 10 sources more in manifest.json" in text
+    assert "and 10 more sources, in manifest.json" in text
     assert " s0 " in text
     assert " s39 " not in text  # the one with a single row
