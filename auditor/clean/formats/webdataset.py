@@ -277,7 +277,7 @@ def _at(fields: Mapping[str, Any], name: str) -> Any:
 
 def _writer() -> Any:
     try:
-        from webdataset import TarWriter  # type: ignore[import-not-found]
+        from webdataset import TarWriter
     except ImportError as error:
         raise ShardError(
             f"tar shards are written with webdataset, which cannot be imported: {error}",
