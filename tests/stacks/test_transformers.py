@@ -592,8 +592,10 @@ def test_loader_that_is_none_is_left_alone_with_a_warning(
         trainer.train()
     assert len(trainer.received) == 3
     assert "a list cannot be recorded" in caplog.text
-    losses = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "loss")
-    assert losses.collect()["step"].to_list() == [0, 1, 2]
+    losses = Run.open(tmp_path / "run").scan("signals").filter(pl.col("signal") == "loss").collect()
+    assert losses["step"].to_list() == [0, 1, 2]
+    logged = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    assert losses["value"].to_list() == pytest.approx([float(one) for one in logged], abs=1e-3)
 
 
 def test_mistakes_are_told_at_once(tmp_path: Path) -> None:

@@ -304,10 +304,7 @@ class _Training:
         @functools.wraps(training_step)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._deliver(args[1] if len(args) > 1 else kwargs.get("inputs"))
-            loss = training_step(*args, **kwargs)
-            if self._monitor is not None:
-                self._add_loss(loss)
-            return loss
+            return training_step(*args, **kwargs)
 
         exchange(self._undo, trainer, "get_batch_samples", fetch)
         exchange(self._undo, trainer, "training_step", step)
@@ -360,6 +357,15 @@ class _Training:
         except Exception as error:
             self._recorder.failed("making the monitor", error)
             return
+        training_step = trainer.training_step
+
+        @functools.wraps(training_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            loss = training_step(*args, **kwargs)
+            self._add_loss(loss)
+            return loss
+
+        exchange(self._undo, trainer, "training_step", step)
         # Gradients are clipped before callbacks see them; the norm they had is returned here.
         clip = trainer.accelerator.clip_grad_norm_
 
