@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import polars as pl
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -163,6 +164,22 @@ def test_restore_refuses_a_folder_in_use(tmp_path: Path) -> None:
         with pytest.raises(ShardError, match=words):
             restore(manifest, used)
     assert verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_splits_of_a_dataset_open_as_what_is_there(is_whole: bool, tmp_path: Path) -> None:
+    """Together where each has a row that was dropped, else one by one."""
+    texts = {"train": ["one", "two", "one"], "test": ["three", "three" if is_whole else "four"]}
+    splits = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in texts.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "in")
+    dedupe([tmp_path / "in"], tmp_path / "out")
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert (tmp_path / "back" / "dataset_dict.json").exists() == is_whole
+    if is_whole:
+        back = datasets.load_from_disk(tmp_path / "back")
+        assert sum(split.num_rows for split in back.values()) == restored.n_rows == 2
+    else:
+        assert datasets.load_from_disk(tmp_path / "back" / "train")["text"][:] == ["one"]
 
 
 def test_interrupted_restore_can_be_made_again(
