@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import orjson
 from dedupe_peers import encoded, shingles
 
 THRESHOLD: Final = 0.8
@@ -29,7 +30,7 @@ def load(folder: Path) -> list[str]:
     texts: list[str] = []
     for path in sorted(folder.glob("*.jsonl")):
         with path.open(encoding="utf-8") as file:
-            texts += [json.loads(line)["text"] for line in file]
+            texts += [orjson.loads(line)["text"] for line in file]
     return texts
 
 
@@ -187,9 +188,9 @@ def main() -> None:
         texts = load(folder)
         loaded = _seconds()
         rows = IN_MEMORY[way](texts)
-        with out.open("w", encoding="utf-8") as file:
+        with out.open("wb") as file:
             for row in rows:
-                file.write(json.dumps({"text": texts[row]}) + "\n")
+                file.write(orjson.dumps({"text": texts[row]}) + b"\n")
         n_kept = len(rows)
     else:
         n_kept = command(folder, out, 2 if way == "auditor, two cores" else 1)

@@ -125,6 +125,16 @@ class Processes:
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin_worker,
             )
+            try:
+                # As many as there are workers: all of them start now.
+                started = [self._pool.submit(os.getpid) for _ in range(self._n_workers)]
+                started[0].result()
+            except BrokenProcessPool as error:
+                self.close()
+                raise ShardError(
+                    "no worker process could be started; what it printed stands above",
+                    remedy='A script has to do its work under if __name__ == "__main__":',
+                ) from error
         return self._pool
 
 

@@ -91,6 +91,19 @@ def test_a_task_that_always_kills_its_worker_is_given_up(processes: Processes) -
     assert processes.map(square, [3], lambda number: None) == [9]
 
 
+def test_a_script_that_starts_workers_as_it_is_imported_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from math import sqrt\n"
+        "from auditor.clean.engine import Processes\n"
+        "Processes(2).map(sqrt, [4.0], print)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith('under if __name__ == "__main__":')
+    assert "no worker process could be started" in done.stderr
+
+
 def test_what_a_stage_raises_arrives_whole_and_ends_the_other_tasks(
     processes: Processes, tmp_path: Path
 ) -> None:
