@@ -92,7 +92,7 @@ def recombined(sources: dict[str, list[str]], n_bytes: int, seed: int = 1) -> It
         yield text
 
 
-def write_shards(texts: Sequence[str], folder: Path, n_shards: int = 4) -> None:
+def write_shards(texts: Sequence[str], folder: Path, n_shards: int = 16) -> None:
     """Write texts as JSONL shards, in order."""
     folder.mkdir(parents=True)
     per_shard = -(-len(texts) // n_shards)
