@@ -84,13 +84,13 @@ class Processes:
     ) -> list[Result]:
         results: dict[int, Result] = {}
         for _ in range(_ATTEMPTS):
-            pool = self._started()
-            futures = {
-                pool.submit(stage, task): number
-                for number, task in enumerate(tasks)
-                if number not in results
-            }
             try:
+                pool = self._started()
+                futures = {
+                    pool.submit(stage, task): number
+                    for number, task in enumerate(tasks)
+                    if number not in results
+                }
                 for future in as_completed(futures):
                     number = futures[future]
                     results[number] = future.result()
@@ -125,12 +125,11 @@ class Processes:
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin_worker,
             )
+            # What cannot start is told from what dies at work. All workers start at once.
+            started = [self._pool.submit(os.getpid) for _ in range(self._n_workers)]
             try:
-                # As many as there are workers: all of them start now.
-                started = [self._pool.submit(os.getpid) for _ in range(self._n_workers)]
                 started[0].result()
             except BrokenProcessPool as error:
-                self.close()
                 raise ShardError(
                     "no worker process could be started; what it printed stands above",
                     remedy='A script has to do its work under if __name__ == "__main__":',

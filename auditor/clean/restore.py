@@ -92,10 +92,10 @@ def restore(
                     _check(shard, parent, entries[place])
                 shard.copy(out / parent.name, masks[place], manifest.reading_of_parents)
             done(number)
-        # They name every shard, and would name some that are not there.
-        for name, path in _beside(manifest) if len(places) == len(parents) else []:
-            with path.open("rb") as file, atomic(out / name) as sink:
-                shutil.copyfileobj(file, sink)
+        if len(places) == len(parents):  # what lies beside shards names all of them
+            for name, path in _beside(manifest):
+                with path.open("rb") as file, atomic(out / name) as sink:
+                    shutil.copyfileobj(file, sink)
     return Restored(
         by_shard={parents[place].name: int(masks[place].sum()) for place in places},
         by_reason=by_reason,

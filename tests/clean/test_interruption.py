@@ -414,8 +414,7 @@ def test_a_disk_that_became_read_only_is_told_and_the_same_command_goes_on(
 ) -> None:
     out = disk.path / "out"
 
-    with pytest.raises(KeyboardInterrupt):
-        dedupe([small], out, progress=at("write", interrupt))
+    interrupt_at_write(small, out)
     disk.mount("remount,ro")
     with pytest.raises(ShardError, match=r"Read-only file system.*same command goes on") as caught:
         dedupe([small], out)
@@ -495,8 +494,7 @@ def test_an_input_that_is_gone_is_named_and_the_call_goes_on_once_it_is_back(
 
 def test_inputs_touched_since_are_read_again(small: Path, tmp_path: Path) -> None:
     shutil.copytree(small, tmp_path / "in")
-    with pytest.raises(KeyboardInterrupt):
-        dedupe([tmp_path / "in"], tmp_path / "out", progress=at("write", interrupt))
+    interrupt_at_write(tmp_path / "in", tmp_path / "out")
     for path in (tmp_path / "in").rglob("*.jsonl"):
         path.write_bytes(path.read_bytes().upper().replace(b"ID", b"id").replace(b"TEXT", b"text"))
     dedupe([tmp_path / "in"], tmp_path / "out")
@@ -505,8 +503,14 @@ def test_inputs_touched_since_are_read_again(small: Path, tmp_path: Path) -> Non
     assert fresh.rows["sample_id"][0].startswith("R")
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
+def interrupt_at_write(inputs: Path, out: Path) -> None:
+    """Begin a call that is stopped by Ctrl-C once its decisions are made."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dedupe([inputs], out, progress=at("write", interrupt))
 
 
 # Who else is there
@@ -572,8 +576,7 @@ def test_what_others_left_in_the_work_folder_is_not_used(
 ) -> None:
     """A lock of a dead process, facts of another version, the marker that once was a file."""
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        dedupe([small], out, progress=at("write", interrupt))
+    interrupt_at_write(small, out)
     assert (out / MARKER / "lock").exists()
     job = out / MARKER / "job.json"
     job.write_bytes(job.read_bytes().replace(b'"tool_version": "', b'"tool_version": "0.0-'))
@@ -595,8 +598,7 @@ def test_what_killed_processes_were_writing_is_removed(
     small: Path, expected_small: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        dedupe([small], out, progress=at("write", interrupt))
+    interrupt_at_write(small, out)
     for name in (
         ".rows.parquet.partial-7",
         "data/.x.partial-7/.y.partial-7",
