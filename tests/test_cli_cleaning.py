@@ -259,7 +259,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(
     [
         (["dedupe", "{corpus}", "--dry-run"], "dedupe.find_shards", "nothing was written"),
         (["restore", "{out}", "--out", "{out}2"], "restore.restore", "same command"),
-        (["verify", "{out}"], "manifest.verify", "Stopped."),
+        (["verify", "{out}"], "verify.verify", "Stopped."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -48,7 +48,7 @@ from auditor.clean.substrings import KeptRows, rows_with_spans, substring_duplic
 from auditor.clean.work import work_folder
 from auditor.clean.write import WriteTask, Written, write_rows, write_shard
 from auditor.errors import ShardError
-from auditor.files import atomic
+from auditor.files import atomic, sha256
 from auditor.measure.sketch import NORMALISATION_VERSION
 from auditor.schema import MANIFEST_VERSION
 
@@ -137,10 +137,11 @@ def _run(
         cuts = spans if config.substrings == "cut" else None
         written = _write(shards, facts, decisions, cuts, out, config, engine, work, tell)
     sources, weights = _sources(decisions, config, *mix)
-    if spans is not None and not dry_run:
-        with atomic(out / "substrings.parquet") as file:
+    tables = work if dry_run else out
+    if spans is not None:
+        with atomic(tables / "substrings.parquet") as file:
             spans.write_parquet(file)
-    rows = (work if dry_run else out) / "rows.parquet"
+    rows = tables / "rows.parquet"
     write_rows(rows, shards, facts, decisions)
     findings = [
         {"shard": shard.name, **finding._asdict()}
@@ -155,14 +156,15 @@ def _run(
         **about,
         "seed": config.seed,
         "parameters": {**_parameters(config), "repetitive_elements": REPETITIVE_ELEMENTS},
-        "counts": _counts(facts, decisions),
+        "counts": _counts(facts, decisions, config),
         "capped_buckets": {
             "n_buckets": decisions.found.n_capped_buckets,
             "n_pairs_left_out": decisions.found.n_pairs_left_out,
         },
-        "substrings": _about_substrings(spans, config),
+        "substrings": _about_substrings(spans, tables / "substrings.parquet", config),
         "mix": weights,
         "sources": sources,
+        "folders": [str(folder) for folder in found.folders],
         "shards": _entries(shards, facts, decisions, written),
         "beside": _copy_beside(found, out) if write else [],
         "ignored": [str(path) for path in found.ignored],
@@ -250,7 +252,9 @@ def _substrings(
     return spans.filter(~decisions.protected[starts + spans["row"].to_numpy()])
 
 
-def _about_substrings(spans: pl.DataFrame | None, config: DedupeConfig) -> dict[str, Any] | None:
+def _about_substrings(
+    spans: pl.DataFrame | None, path: Path, config: DedupeConfig
+) -> dict[str, Any] | None:
     if spans is None:
         return None
     rows = rows_with_spans(spans)
@@ -259,6 +263,7 @@ def _about_substrings(spans: pl.DataFrame | None, config: DedupeConfig) -> dict[
         "n_rows": rows.height,
         "n_elements": int(rows["n_cut"].sum()),
         "are_cut": config.substrings == "cut",
+        "sha256": sha256(path),
     }
 
 
@@ -296,6 +301,7 @@ def _entries(
         entries.append(
             {
                 "shard": shard.name,
+                "format": shard.format,
                 "parent": str(shard.path),
                 "parent_sha256": one.sha256,
                 "child": None if child is None else f"data/{shard.name}",
@@ -376,8 +382,8 @@ def _sources(
             "rows_out": int(rows_out[i]),
             "weight_before": weight,
             "weight": mix.weights[name] if mix else 0.0,
-            # What cleaning alone would do: fewer rows, drawn as often as before.
-            "projected_epochs_at_old_weight": weight * consumed / max(1.0, float(unique[i])),
+            # What cleaning alone would do: fewer rows, drawn as often as before; None: no row left.
+            "projected_epochs_at_old_weight": _epochs(weight * consumed, float(unique[i])),
             "projected_epochs": mix.projected_epochs[name] if mix else 0.0,
         }
     return table, {
@@ -389,9 +395,17 @@ def _sources(
     }
 
 
-def _counts(facts: Scan, decisions: Decisions) -> dict[str, int]:
+def _epochs(n_drawn: float, n_unique: float) -> float | None:
+    """How often each of some rows is drawn; None where there is none to draw."""
+    if n_unique > 0:
+        return n_drawn / n_unique
+    return None if n_drawn > 0 else 0.0
+
+
+def _counts(facts: Scan, decisions: Decisions, config: DedupeConfig) -> dict[str, int]:
     n_rows = np.bincount(decisions.reason, minlength=len(REASONS)).tolist()
     by_reason = dict(zip(REASONS, n_rows, strict=True))
+    unrated = facts.readable & np.isnan(facts.quality)
     return {
         "rows_in": len(decisions.reason),
         "rows_out": by_reason.pop(None),
@@ -399,6 +413,8 @@ def _counts(facts: Scan, decisions: Decisions) -> dict[str, int]:
         "without_content": int((facts.readable & ~facts.has_content).sum()),
         "n_clusters": int(decisions.cluster.max(initial=-1)) + 1,
         "n_shards": len(facts.starts) - 1,
+        "n_shards_cut_off": sum(any(one.ends for one in each.findings) for each in facts.shards),
+        **({} if config.quality_column is None else {"without_quality": int(unrated.sum())}),
     }
 
 

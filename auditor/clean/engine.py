@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -73,6 +74,9 @@ class Processes:
     """
 
     def __init__(self, n_workers: int) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            # A worker that runs its caller's unguarded script again: the caller says what is wrong.
+            sys.exit(1)
         self._n_workers = n_workers
         self._pool: ProcessPoolExecutor | None = None
 
@@ -129,11 +133,11 @@ class Processes:
             started = [self._pool.submit(os.getpid) for _ in range(self._n_workers)]
             try:
                 started[0].result()
-            except BrokenProcessPool as error:
+            except BrokenProcessPool:
                 raise ShardError(
-                    "no worker process could be started; what it printed stands above",
+                    "no worker process could be started; what it printed, if any, is above",
                     remedy='A script has to do its work under if __name__ == "__main__":',
-                ) from error
+                ) from None
         return self._pool
 
 

@@ -10,11 +10,9 @@ told all the same and ``unread`` says why there is no content.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 
 from auditor.clean.manifest import Manifest
 from auditor.errors import AuditorError, ManifestError
-from auditor.files import sha256_of
 from auditor.measure.sketch import (
     exact_hash_text,
     exact_hash_tokens,
@@ -162,24 +159,16 @@ def read_contents(
         wanted.setdefault(name, set()).add(number)
     contents: dict[Place, Content] = {}
     unread: dict[str, str] = {}
-    for parent, entry in zip(manifest.parents, manifest.document["shards"], strict=True):
+    for place, parent in enumerate(manifest.parents):
         rows = wanted.get(parent.name)
         if rows is None:
             continue
         try:
-            with (
-                tempfile.TemporaryDirectory(prefix="auditor-") as scratch,
-                parent.local(Path(scratch)) as shard,
-            ):
-                if not Path(shard.path).exists():
-                    unread[parent.name] = f"{parent.path} is not there any more"
-                elif sha256_of(shard.files()) != entry["parent_sha256"]:
-                    unread[parent.name] = f"{parent.path} has changed since it was cleaned"
-                else:
-                    read = islice(shard.rows(manifest.reading_of_parents), max(rows) + 1)
-                    for number, row in enumerate(read):
-                        if number in rows:
-                            contents[parent.name, number] = row.content
+            with manifest.parent_as_cleaned(place) as shard:
+                read = islice(shard.rows(manifest.reading_of_parents), max(rows) + 1)
+                for number, row in enumerate(read):
+                    if number in rows:
+                        contents[parent.name, number] = row.content
         except (AuditorError, OSError) as error:
             unread[parent.name] = str(error)
     return contents, unread

@@ -13,7 +13,9 @@ are compared with nothing: ``cluster``, ``keeper_shard``, ``keeper_row`` and ``j
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
@@ -24,12 +26,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from auditor.clean.engine import Progress, told
+from auditor.clean.inputs import is_url
 from auditor.clean.mixes import MixSampler
-from auditor.clean.row import Reading, Row
+from auditor.clean.row import Cuts, Reading, Row
 from auditor.clean.shards import Shard
-from auditor.errors import AuditorError, ManifestError, SchemaVersionError
+from auditor.errors import ManifestError, SchemaVersionError, ShardError
 from auditor.files import atomic, sha256, sha256_of
+from auditor.measure.substrings import cut
 from auditor.run import polars_schema
 from auditor.schema import MANIFEST_VERSION, ROWS
 
@@ -68,7 +71,7 @@ class Manifest:
         """One row per input row, columns of ``schema.ROWS``, in input order."""
         if self._rows is not None:
             return self._rows
-        return _read_rows(self._folder() / "rows.parquet")
+        return _read(self._folder() / "rows.parquet", ROWS_SCHEMA)
 
     def scan_rows(self) -> pl.LazyFrame:
         """The same, lazily: for a look at a few of very many rows."""
@@ -110,6 +113,10 @@ class Manifest:
                 if self.parents_folder is None
                 else self.parents_folder / entry["shard"],
                 entry["shard"],
+                # Of what is behind a URL, which files belong to it goes by its format.
+                entry.get("format")
+                if self.parents_folder is None and is_url(entry["parent"])
+                else None,
             )
             for entry in self.document["shards"]
         )
@@ -125,15 +132,59 @@ class Manifest:
         """How the rows of parents are read: with those that could not be."""
         return replace(self.reading, on_error=self.document["parameters"].get("on_error", "raise"))
 
-    def kept_rows(self, number: int) -> Iterator[Row]:
-        """The rows of a shard that stay, in order, from its child or else from its parent."""
+    @contextmanager
+    def parent_as_cleaned(self, number: int) -> Iterator[Shard]:
+        """A parent on this machine, which is what was cleaned: what is behind a URL is fetched.
+
+        Raises ``ShardError`` where it is not there any more or has changed.
+        """
+        parent = self.parents[number]
+        with (
+            tempfile.TemporaryDirectory(prefix="auditor-") as scratch,
+            parent.local(Path(scratch)) as shard,
+        ):
+            said = None
+            if not Path(shard.path).exists():
+                said = "the input is not there any more", "the inputs now"
+            elif sha256_of(shard.files()) != self.document["shards"][number]["parent_sha256"]:
+                said = "the input has changed since it was cleaned", "it as it was"
+            if said is not None:
+                remedy = f"Name the folder that holds {said[1]} with --parents, or parents="
+                raise ShardError(said[0], path=parent.path, remedy=remedy)
+            yield shard
+
+    def kept_rows(self, number: int) -> Generator[Row, None, None]:
+        """The rows of a shard that stay, in order, from its child or else from its parent.
+
+        Spans that were to be cut are cut. Raises ``ShardError`` where the rows are to come from a
+        parent that is not what it was.
+        """
         entry = self.document["shards"][number]
         if not entry["rows_out"]:
-            return iter(())
+            return
         if self.has_children:
-            return self.shards[number].rows(self.reading)
-        rows = self.parents[number].rows(self.reading_of_parents)
-        return compress(rows, self.keep(entry["shard"]))
+            yield from self.shards[number].rows(self.reading)
+            return
+        keep, cuts = self.keep(entry["shard"]), self._cuts(entry["shard"])
+        with self.parent_as_cleaned(number) as parent:
+            rows = enumerate(parent.rows(self.reading_of_parents))
+            for place, row in compress(rows, keep):
+                spans = cuts.get(place)
+                if spans is None or row.content is None:
+                    yield row
+                else:
+                    yield row._replace(content=cut(row.content, spans))
+
+    def _cuts(self, shard: str) -> Cuts:
+        """What the manifest says is to be cut out of a parent's rows."""
+        if not (self.document.get("substrings") or {}).get("are_cut"):
+            return {}
+        path = self._folder() / "substrings.parquet"
+        spans = _read(path).filter(pl.col("shard") == shard)
+        cuts: dict[int, list[tuple[int, int]]] = {}
+        for row, begin, end in spans.select("row", "begin", "end").iter_rows():
+            cuts.setdefault(row, []).append((begin, end))
+        return cuts
 
     @cached_property
     def dataset(self) -> Any:
@@ -177,8 +228,9 @@ class Manifest:
         """What the cleaned shards hold: ``text`` or ``input_ids``."""
         kinds = {}
         for number, entry in enumerate(self.document["shards"]):
-            contents = (row.content for row in self.kept_rows(number))
-            first = next((content for content in contents if content is not None), None)
+            with closing(self.kept_rows(number)) as rows:
+                contents = (row.content for row in rows)
+                first = next((content for content in contents if content is not None), None)
             if first is not None:
                 kinds["text" if isinstance(first, str) else "input_ids"] = entry["shard"]
         if len(kinds) > 1:
@@ -240,21 +292,6 @@ def _dataset_rows(
             }
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyResult:
-    """What ``verify`` found. Parents that are gone are reported; they are no failure."""
-
-    n_shards: int
-    n_shards_hashed: int
-    n_rows: int
-    failures: tuple[str, ...]
-    missing_parents: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
-
-
 def write_manifest(directory: Path, document: dict[str, Any]) -> Manifest:
     """Write ``manifest.json`` beside ``rows.parquet``: a folder with it is complete."""
     document = {**document, "rows_sha256": sha256(directory / "rows.parquet")}
@@ -266,7 +303,7 @@ def write_manifest(directory: Path, document: dict[str, Any]) -> Manifest:
 
 def _place(parent: str) -> Path | str:
     """A parent as a path on this machine, or as the URL that it is."""
-    return parent if "://" in parent else Path(parent)
+    return parent if is_url(parent) else Path(parent)
 
 
 def load_manifest(path: str | Path, *, parents: str | Path | None = None) -> Manifest:
@@ -275,8 +312,8 @@ def load_manifest(path: str | Path, *, parents: str | Path | None = None) -> Man
     ``parents`` is a folder that holds the shards that were cleaned, by their names in the manifest;
     default: they are where they were then.
 
-    Raises ``ManifestError`` where it is missing, malformed or points outside of its folder, and
-    ``SchemaVersionError`` where a newer auditor wrote it.
+    Raises ``ManifestError`` where it is missing, malformed or points outside of its folder, or
+    ``parents`` is no folder; ``SchemaVersionError`` where a newer auditor wrote it.
     """
     path = Path(path)
     file = path / "manifest.json" if path.is_dir() else path
@@ -290,57 +327,9 @@ def load_manifest(path: str | Path, *, parents: str | Path | None = None) -> Man
         raise ManifestError(f"not JSON: {error}", path=file) from error
     _check_document(document, file)
     folder = None if parents is None else Path(parents).absolute()
+    if folder is not None and not folder.is_dir():
+        raise ManifestError("no such folder of inputs", path=folder)
     return Manifest(file.parent, document, parents_folder=folder)
-
-
-def verify(
-    directory: str | Path,
-    *,
-    sample: int | None = None,
-    parents: str | Path | None = None,
-    progress: Progress | None = None,
-) -> VerifyResult:
-    """Check a cleaned folder against its manifest.
-
-    Children by SHA-256 and number of rows, ``rows.parquet`` by SHA-256 and for consistency (every
-    row once, kept and dropped add up, every keeper is kept), counts against a recount, weights
-    against a sum of one, ``data/`` for files that the manifest does not name, parents by SHA-256
-    where they are still there.
-
-    Args:
-        directory: folder or ``manifest.json``.
-        sample: hash this many shards, evenly spread, instead of all; the rows are always checked.
-        parents: see ``load_manifest``.
-        progress: called with ``verify``, and bytes of shards that are hashed and that there are.
-    """
-    manifest = load_manifest(directory, parents=parents)
-    entries = manifest.document["shards"]
-    failures: list[str] = []
-    missing: list[str] = []
-    picked = range(len(entries))
-    if sample is not None:
-        if sample < 1:
-            raise ValueError(f"sample must be positive, got {sample!r}")
-        spread = np.linspace(0, len(entries) - 1, min(sample, len(entries))).round().astype(int)
-        picked = sorted(set(spread.tolist()))  # type: ignore[assignment]
-    sizes = [entries[i]["bytes_in"] + (entries[i]["bytes_out"] or 0) for i in picked]
-    done = told("verify", sizes, progress or (lambda stage, done, total: None))
-    children, inputs = manifest.shards, manifest.parents
-    for number, i in enumerate(picked):
-        if manifest.has_children:
-            _check_child(children[i], entries[i], manifest.reading, failures)
-        _check_parent(inputs[i], entries[i], failures, missing)
-        done(number)
-    _check_rows(manifest, failures)
-    _check_totals(manifest, failures)
-    _check_strays(manifest, failures)
-    return VerifyResult(
-        n_shards=len(entries),
-        n_shards_hashed=len(picked),
-        n_rows=manifest.counts["rows_in"],
-        failures=tuple(failures),
-        missing_parents=tuple(missing),
-    )
 
 
 def _check_document(document: Any, file: Path) -> None:
@@ -379,107 +368,13 @@ def _leads_out(name: str) -> bool:
     return path.is_absolute() or ".." in path.parts
 
 
-def _check_child(
-    shard: Shard, entry: dict[str, Any], reading: Reading, failures: list[str]
-) -> None:
-    try:
-        if sha256_of(shard.files()) != entry["child_sha256"]:
-            failures.append(f"{shard.path}: SHA-256 differs from the manifest")
-        n_rows = shard.count(reading)
-    except (AuditorError, OSError) as error:
-        failures.append(f"{shard.path}: {error}")
-        return
-    if n_rows != entry["rows_out"]:
-        failures.append(f"{shard.path}: {n_rows} rows, the manifest has {entry['rows_out']}")
-
-
-def _check_parent(
-    shard: Shard, entry: dict[str, Any], failures: list[str], missing: list[str]
-) -> None:
-    if not Path(shard.path).exists():
-        missing.append(str(shard.path))
-        return
-    try:
-        if sha256_of(shard.files()) != entry["parent_sha256"]:
-            failures.append(f"{shard.path}: the input has changed since it was cleaned")
-    except (AuditorError, OSError) as error:
-        failures.append(f"{shard.path}: {error}")
-
-
-def _check_rows(manifest: Manifest, failures: list[str]) -> None:
-    path = manifest._folder() / "rows.parquet"
-    try:
-        if sha256(path) != manifest.document["rows_sha256"]:
-            failures.append(f"{path}: SHA-256 differs from the manifest")
-        rows = manifest.rows
-    except (AuditorError, OSError) as error:
-        failures.append(f"{path}: {error}")
-        return
-    kept = pl.col("decision") == "kept"
-    found = {
-        shard: (n, n_kept, n_rows, last)
-        for shard, n, n_kept, n_rows, last in rows.group_by("shard")
-        .agg(pl.len(), kept.sum().alias("kept"), pl.col("row").n_unique().alias("n"), pl.max("row"))
-        .iter_rows()
-    }
-    for entry in manifest.document["shards"]:
-        n, n_kept, n_rows, last = found.pop(entry["shard"], (0, 0, 0, -1))
-        if not (n == n_rows == entry["rows_in"] and last == n - 1):
-            failures.append(
-                f"{path}: {entry['shard']} has not each of {entry['rows_in']} rows once"
-            )
-        if n_kept != entry["rows_out"]:
-            failures.append(
-                f"{path}: {entry['shard']} keeps {n_kept}, not {entry['rows_out']} rows"
-            )
-    failures.extend(f"{path}: {shard} is not in the manifest" for shard in sorted(found))
-    known = pl.col("decision").is_in(["kept", "dropped"])
-    if bad := rows.filter(~known | (kept != pl.col("reason").is_null())).height:
-        failures.append(f"{path}: {bad} rows whose decision and reason disagree")
-    keepers = rows.filter(kept).select("shard", "row")
-    duplicates = rows.filter(pl.col("reason").is_in(["exact", "near"]))
-    orphans = duplicates.join(
-        keepers, left_on=["keeper_shard", "keeper_row"], right_on=["shard", "row"], how="anti"
-    ).height
-    if orphans:
-        failures.append(f"{path}: {orphans} duplicates were dropped for a keeper that is not kept")
-
-
-def _check_totals(manifest: Manifest, failures: list[str]) -> None:
-    """Counts and weights of the document against the rows."""
-    try:
-        rows = manifest.rows
-    except AuditorError:
-        return  # said already
-    found = dict(rows.filter(pl.col("reason").is_not_null()).group_by("reason").len().iter_rows())
-    found |= {"rows_in": rows.height, "rows_out": (rows["decision"] == "kept").sum()}
-    always = ("rows_in", "rows_out", "exact", "near", "repetition", "unreadable")
-    for name in dict.fromkeys((*always, *sorted(found))):
-        said, there = manifest.counts.get(name, 0), found.get(name, 0)
-        if said != there:
-            failures.append(f"manifest.json: {name} is {said}, rows.parquet has {there}")
-    weights = manifest.weights.values()
-    total = sum(weights)
-    # All are zero where nothing is left to draw; a sum that is no number is not one either.
-    if any(weights) and not abs(total - 1.0) <= 1e-6:
-        failures.append(f"manifest.json: weights of the sources sum to {total:.6f}, not to one")
-
-
-def _check_strays(manifest: Manifest, failures: list[str]) -> None:
-    """Files among the cleaned shards that the manifest knows nothing of."""
-    folder = manifest._folder() / "data"
-    if not manifest.has_children:
-        return
-    known = {file.resolve() for shard in manifest.shards for file in shard.files()}
-    known |= {(folder / name).resolve() for name in manifest.document.get("beside", ())}
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    failures += [f"{path}: not in the manifest" for path in files if path.resolve() not in known]
-
-
-def _read_rows(path: Path) -> pl.DataFrame:
+def _read(path: Path, schema: Mapping[str, Any] | None = None) -> pl.DataFrame:
+    """A table of the manifest, with the columns of ``schema`` where one is given."""
     try:
         rows = pl.read_parquet(path)
-        return rows.select(pl.col(name).cast(kind) for name, kind in ROWS_SCHEMA.items())
+        if schema is None:
+            return rows
+        return rows.select(pl.col(name).cast(kind) for name, kind in schema.items())
     except (OSError, pl.exceptions.PolarsError) as error:
         raise ManifestError(
             f"cannot be read: {error}", path=path, remedy="Clean the inputs again"

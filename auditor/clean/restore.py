@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from auditor.clean.decide import REASONS
 from auditor.clean.engine import Progress, told
 from auditor.clean.manifest import Manifest
-from auditor.clean.shards import MARKER, Inputs, Shard, check_out
+from auditor.clean.shards import MARKER, Inputs, check_out
 from auditor.errors import ManifestError, ShardError
-from auditor.files import atomic, sha256, sha256_of
+from auditor.files import atomic, sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +69,11 @@ def restore(
     entries = manifest.document["shards"]
     places = [number for number, mask in enumerate(masks) if mask.any()]
     parents = manifest.parents
-    folders = () if manifest.directory is None else (manifest.directory.absolute(),)
-    check_out(out, Inputs(parents, folders, ()))
+    check_out(out, Inputs(parents, _folders(manifest), ()))
     for place in places:
         if isinstance(parents[place].path, Path):
-            _check(parents[place], parents[place], entries[place])
+            with manifest.parent_as_cleaned(place):
+                pass
     done = told(
         "restore",
         [entries[place]["bytes_in"] for place in places],
@@ -83,14 +82,8 @@ def restore(
     job = {"rows_sha256": manifest.document.get("rows_sha256"), "reason": reason, "source": source}
     with _marked(out, job):
         for number, place in enumerate(places):
-            parent = parents[place]
-            with (
-                tempfile.TemporaryDirectory(prefix="auditor-") as scratch,
-                parent.local(Path(scratch)) as shard,
-            ):
-                if shard is not parent:
-                    _check(shard, parent, entries[place])
-                shard.copy(out / parent.name, masks[place], manifest.reading_of_parents)
+            with manifest.parent_as_cleaned(place) as shard:
+                shard.copy(out / shard.name, masks[place], manifest.reading_of_parents)
             done(number)
         if len(places) == len(parents):  # what lies beside shards names all of them
             for name, path in _beside(manifest):
@@ -127,20 +120,11 @@ def _chosen(
     return masks, dict(counted.iter_rows())
 
 
-def _check(shard: Shard, parent: Shard, entry: dict[str, Any]) -> None:
-    """Raise where a shard on this machine is not the parent that was cleaned."""
-    if not Path(shard.path).exists():
-        raise ShardError(
-            "the input is not there any more",
-            path=parent.path,
-            remedy="Name the folder that holds the inputs now with --parents",
-        )
-    if sha256_of(shard.files()) != entry["parent_sha256"]:
-        raise ShardError(
-            "the input has changed since it was cleaned",
-            path=parent.path,
-            remedy="Name a folder that holds it as it was with --parents",
-        )
+def _folders(manifest: Manifest) -> tuple[Path, ...]:
+    """Folders that nothing may be written into: of the inputs, and the cleaned one."""
+    folders = [Path(folder) for folder in manifest.document.get("folders", ())]
+    further = (manifest.directory, manifest.parents_folder)
+    return (*folders, *(folder.absolute() for folder in further if folder is not None))
 
 
 def _beside(manifest: Manifest) -> list[tuple[str, Path]]:

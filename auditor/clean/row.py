@@ -64,11 +64,16 @@ Cuts = Mapping[int, Sequence[tuple[int, int]]]
 
 
 class Finding(NamedTuple):
-    """What a careful reader is told about a shard; ``lost``: rows, or a part, were not read."""
+    """What a careful reader is told about a shard.
+
+    ``lost``: a row, or a part, was not read. ``ends``: nor was anything behind it, and how many
+    rows that is nobody knows.
+    """
 
     row: int | None
     what: str
     lost: bool
+    ends: bool = False
 
 
 MAX_FINDINGS: Final = 1000
@@ -89,6 +94,11 @@ class Findings:
 
     def lost(self, row: int | None, what: str) -> None:
         self._add(Finding(row, what, lost=True))
+
+    def ends(self, row: int | None, what: str) -> None:
+        """The shard was not read to its end: this is kept however many findings there are."""
+        if self._into is not None:
+            self._into.append(Finding(row, f"not read to its end: {what}", lost=True, ends=True))
 
     def close(self) -> None:
         """Say how many there were beyond those kept."""

@@ -84,7 +84,7 @@ class Shard:
         except ShardError as error:
             if reading.on_error == "raise":
                 raise
-            found.lost(error.row, error.message)
+            found.ends(error.row, error.message)
         finally:
             found.close()
 
@@ -130,6 +130,7 @@ class Shard:
         if not isinstance(self.path, str):
             yield self
             return
+        scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch, prefix="shard-") as folder:
             yield replace(self, path=_fetch(self.path, Path(folder), self.kind))
 

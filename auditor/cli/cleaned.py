@@ -34,7 +34,7 @@ def verify(folder: Path, sample: int | None, parents: Path | None, as_json: bool
     """
     from dataclasses import asdict
 
-    from auditor.clean.manifest import verify as check
+    from auditor.clean.verify import verify as check
 
     with progress_bar(quiet=as_json) as progress:
         result = check(folder, sample=sample, parents=parents, progress=progress)

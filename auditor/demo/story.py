@@ -21,8 +21,9 @@ from torch.utils.data import Subset
 
 from auditor.attempt import write_json
 from auditor.clean.from_run import dedupe_run
-from auditor.clean.manifest import Manifest, verify
+from auditor.clean.manifest import Manifest
 from auditor.clean.mixes import MixSampler
+from auditor.clean.verify import verify
 from auditor.demo.corpus import BATCH_SAMPLES, DECOY, PLANTED, WEIGHTS, Corpus, ShardRows, build
 from auditor.demo.training import EVERY, held_out_loss, train
 from auditor.demo.training import Progress as Step
@@ -219,10 +220,11 @@ def _clean(out: Path, console: Console) -> Manifest:
     title = "passes over the cleaned rows, at the old and at the proposed weights"
     table = Table("source", "weight", "epochs", "proposed", "epochs", title=title)
     for name, source in manifest.document["sources"].items():
+        at_old_weight = source["projected_epochs_at_old_weight"]
         table.add_row(
             name,
             f"{source['weight_before']:.1%}",
-            f"{source['projected_epochs_at_old_weight']:.2f}",
+            "-" if at_old_weight is None else f"{at_old_weight:.2f}",
             f"{source['weight']:.1%}",
             f"{source['projected_epochs']:.2f}",
         )

@@ -18,6 +18,7 @@ from rich.text import Text
 from auditor.clean.lookup import Found
 from auditor.clean.manifest import Manifest
 from auditor.clean.restore import Restored
+from auditor.clean.shards import Shard
 from auditor.show.differences import Differences, Piece, differences, excerpt
 from auditor.show.printing import heading, line, new_table
 from auditor.show.text import SENTENCE_CHARS, clean, encodable
@@ -58,12 +59,13 @@ def print_manifest(console: Console, manifest: Manifest, out: Path | None) -> No
         table.add_column(name, justify="right")
     by_rows = sorted(document["sources"].items(), key=lambda item: -item[1]["rows_in"])
     for name, source in by_rows[:_SOURCES]:
+        at_old_weight = source["projected_epochs_at_old_weight"]
         cells = (
             clean(name),
             str(source["rows_in"]),
             str(source["rows_out"]),
             f"{source['weight_before']:.1%}",
-            f"{source['projected_epochs_at_old_weight']:.2f}",
+            "-" if at_old_weight is None else f"{at_old_weight:.2f}",
             f"{source['weight']:.1%}",
             f"{source['projected_epochs']:.2f}",
         )
@@ -158,7 +160,8 @@ def warnings(manifest: Manifest, *, unknown_ids: Collection[str] = ()) -> Iterat
     document = manifest.document
     if n := document["n_findings"]:
         kinds = Counter(_kind(one) for one in document["findings"])
-        yield f"{n} findings about the shards; those listed in manifest.json:"
+        listed = len(document["findings"])
+        yield f"{n} findings about the shards{f', of the first {listed}' if n > listed else ''}:"
         for kind, count in kinds.most_common(_KINDS):
             yield f"{count:>9} {kind}"
             alike = [one for one in document["findings"] if _kind(one) == kind][:_EXAMPLES]
@@ -177,8 +180,27 @@ def warnings(manifest: Manifest, *, unknown_ids: Collection[str] = ()) -> Iterat
     for option, names in named.items():
         if unknown := [name for name in names if name not in document["sources"]]:
             yield f"{option}: no row is of source {_listed(unknown)}"
+    counts = document["counts"]
+    if n := counts.get("without_quality"):
+        rest = "no row has a number there, so the first ones stay"
+        if n < counts["rows_in"] - counts["unreadable"]:
+            rest = f"{counted(n, 'row')} without a number there come last"
+        yield f"--keep {clean(said['keep'])}: {rest}"
+    for source, shards in _merged(document):
+        yield f"the source {clean(source)} is that of {_listed(shards)}; rows can name their own"
     if unknown_ids:
         yield f"--protect-ids: no row has the id {_listed(sorted(unknown_ids))}"
+
+
+def _merged(document: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Sources that are the file name of several shards, which lie in different folders."""
+    shards: dict[str, list[str]] = {}
+    for entry in document["shards"]:
+        shard = Shard(entry["parent"], entry["shard"])
+        shards.setdefault(shard.stem, []).append(shard.name)
+    for source, names in shards.items():
+        if source in document["sources"] and len(names) > 1:
+            yield source, names
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -189,7 +211,8 @@ def _listed(names: Sequence[str]) -> str:
 def _kind(finding: dict[str, Any]) -> str:
     """A finding without its numbers: one that was made of many rows is one kind."""
     lost = "not read: " if finding["lost"] else ""
-    return lost + re.sub(r"\d+", "N", clean(finding["what"], 100))
+    # Digits of a name, such as UTF-8, are no number of anything.
+    return lost + re.sub(r"(?<![\w-])\d+", "N", clean(finding["what"], 100))
 
 
 def _pair(console: Console, one: Found) -> None:
@@ -310,7 +333,14 @@ def _notes(manifest: Manifest) -> Iterator[str]:
             "The run knows sources that the shards do not name, which were left out of the "
             f"weights: {_listed(document['mix']['unmatched'])}"
         )
-    if not document["mix"]["feasible"]:
+    if n := document["counts"].get("n_shards_cut_off"):
+        yield (
+            f"{counted(n, 'shard')} could not be read to the end: rows behind the fault are not "
+            "counted, and not in the cleaned shards."
+        )
+    if not document["counts"]["rows_out"]:
+        yield "No row stays, so no weights are proposed."
+    elif not document["mix"]["feasible"]:
         yield (
             "All sources together hold too few rows for the repetition budget: every source would "
             "be repeated equally often. Add data, or train on fewer samples."

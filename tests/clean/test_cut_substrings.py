@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
-from auditor.clean.manifest import verify
-from auditor.errors import ShardError
+from auditor.clean.manifest import load_manifest
+from auditor.clean.verify import verify
+from auditor.errors import ManifestError, ShardError
 
 NOTICE = " ".join(f"notice{i}" for i in range(60))
 
@@ -53,6 +55,7 @@ def test_substrings_are_reported_between_rows_that_stay(tmp_path: Path) -> None:
         "n_rows": 1,
         "n_elements": 60,
         "are_cut": False,
+        "sha256": sha256((tmp_path / "out" / "substrings.parquet").read_bytes()).hexdigest(),
     }
     assert lines(tmp_path / "out/data/a.jsonl") == ROWS[:3]
 
@@ -89,6 +92,40 @@ def test_substrings_of_protected_rows_are_not_cut(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     dedupe([path], tmp_path / "out", config=config("cut", protect_ids=frozenset({"1"})))
     assert lines(tmp_path / "out/data/a.jsonl") == ROWS[:3]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "arrow"])
+def test_substrings_are_cut_as_rows_are_read_where_no_shard_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Also from formats whose shards would not be written with spans cut out."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / f"a.{form}"
+    table = pa.table({"text": [row["text"] for row in ROWS]})
+    if form == "jsonl":
+        write_jsonl(path, ROWS)
+    elif form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    dedupe([path], tmp_path / "out", config=config("cut"), manifest_only=True)
+    texts = load_manifest(tmp_path / "out").dataset["text"][:]
+    assert texts == [ROWS[0]["text"], f"{own('b')}: ! {own('c')}", ROWS[2]["text"]]
+    assert verify(tmp_path / "out").ok
+
+
+def test_verify_knows_a_table_of_spans_that_was_changed_or_is_gone(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dedupe([path], tmp_path / "out", config=config("cut"), manifest_only=True)
+    table = tmp_path / "out" / "substrings.parquet"
+    pl.read_parquet(table).with_columns(end=pl.col("end") + 1).write_parquet(table)
+    (failure,) = verify(tmp_path / "out").failures
+    assert failure == f"{table}: SHA-256 differs from the manifest"
+    table.unlink()
+    assert verify(tmp_path / "out").failures == (f"{table}: is not there",)
+    with pytest.raises(ManifestError, match=r"substrings\.parquet: cannot be read"):
+        list(load_manifest(tmp_path / "out").kept_rows(0))
 
 
 def test_substrings_of_tokens_are_cut_unless_a_mask_lies_beside_them(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
-from auditor.clean.manifest import Manifest, load_manifest, verify
+from auditor.clean.manifest import Manifest, load_manifest
 from auditor.clean.shards import MARKER
+from auditor.clean.verify import verify
 from auditor.errors import ShardError
 from auditor.measure.sketch import jaccard, shingle_hashes_text
 from auditor.schema import ROWS

@@ -102,6 +102,7 @@ def test_a_script_that_starts_workers_as_it_is_imported_is_told_so(tmp_path: Pat
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith('under if __name__ == "__main__":')
     assert "no worker process could be started" in done.stderr
+    assert done.stderr.count("Traceback") == 1  # the caller's own
 
 
 def test_what_a_stage_raises_arrives_whole_and_ends_the_other_tasks(

@@ -21,9 +21,15 @@ import numpy as np
 import pytest
 from jsonl_files import write_jsonl
 
+from auditor.clean.config import DedupeConfig
+from auditor.clean.dedupe import dedupe
+from auditor.clean.lookup import look_up
+from auditor.clean.restore import restore
 from auditor.clean.row import Reading
 from auditor.clean.shards import find_shards
+from auditor.clean.verify import verify
 from auditor.errors import ShardError
+from auditor.files import sha256
 
 TEXTS = [{"id": i, "text": f"text number {i}"} for i in range(30)]
 
@@ -90,6 +96,39 @@ def test_shards_in_memory_are_copied_as_local_ones_are(tmp_path: Path) -> None:
     with pair.local(tmp_path) as local:
         assert [file.name for file in local.files()] == ["train.bin", "train.idx"]
         assert all(file.read_bytes() == b"x" for file in local.files())
+
+
+def test_cleaning_what_is_behind_urls_gives_what_cleaning_files_gives(
+    tree: Path, tmp_path: Path
+) -> None:
+    """Exact and near-duplicates, spans that are cut out, rows given back, explained, verified."""
+    words = [" ".join(f"{name}{i}" for i in range(80)) for name in "abc"]
+    more = [words[0], words[0] + " end", f"{words[1]} {words[2]}", f"{words[2]} other", words[1]]
+    write_jsonl(
+        tree / "web" / "part-11.jsonl", [{"id": f"m{i}", "text": t} for i, t in enumerate(more)]
+    )
+    write_jsonl(tree / "web" / "part-12.jsonl.zst", [{"text": t} for t in reversed(more)])
+    shutil.rmtree(tree / "books")  # whose contents are not cut
+    config = DedupeConfig(substrings="cut")
+    for name, given in (("there", tree.as_uri()), ("here", tree)):
+        out = tmp_path / name
+        manifest = dedupe([given], out, config=config)
+        assert manifest.counts["near"] > 0 < manifest.document["substrings"]["n_spans"]
+        assert verify(out).ok
+        assert (
+            restore(manifest, tmp_path / f"{name}-back").n_rows
+            == manifest.counts["exact"] + (manifest.counts["near"])
+        )
+        (found,) = look_up(manifest, "m1")
+        assert found.similarity is not None
+    for kind in ("data", "rows.parquet", "substrings.parquet"):
+        assert hashes(tmp_path / "there" / kind) == hashes(tmp_path / "here" / kind)
+    assert hashes(tmp_path / "there-back") == hashes(tmp_path / "here-back")
+
+
+def hashes(path: Path) -> dict[str, str]:
+    files = [file for file in (path, *path.rglob("*")) if file.is_file()]
+    return {str(file.relative_to(path)): sha256(file) for file in files}
 
 
 def test_a_local_shard_stays_where_it_is(tree: Path, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
-from auditor.clean.manifest import verify
 from auditor.clean.shards import MARKER
+from auditor.clean.verify import verify
 from auditor.errors import ShardError
 
 DEADLINE_S = 120

@@ -105,10 +105,10 @@ def test_decision_is_told_without_its_inputs(cleaned: Manifest, tmp_path: Path) 
     assert found.content == NEAR
     assert found.keeper_content is found.similarity is None
     assert found.unread is not None
-    assert "1.jsonl has changed" in found.unread
+    assert "1.jsonl: the input has changed" in found.unread
     changed.unlink()
     (found,) = look_up(cleaned, "b0")
-    assert "1.jsonl is not there any more" in str(found.unread)
+    assert "1.jsonl: the input is not there any more" in str(found.unread)
 
 
 def test_rows_beside_one_that_cannot_be_read_are_shown(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 from jsonl_files import write_jsonl
 
 from auditor.clean.dedupe import dedupe
-from auditor.clean.manifest import load_manifest, verify
+from auditor.clean.manifest import load_manifest
+from auditor.clean.verify import verify
 from auditor.errors import ManifestError, SchemaVersionError
 from auditor.measure.sketch import NORMALISATION_VERSION
 

@@ -11,7 +11,8 @@ from jsonl_files import write_jsonl
 from auditor.clean.config import DedupeConfig
 from auditor.clean.decide import Marked
 from auditor.clean.dedupe import dedupe
-from auditor.clean.manifest import Manifest, verify
+from auditor.clean.manifest import Manifest
+from auditor.clean.verify import verify
 
 LOREM = " ".join(f"word{i}" for i in range(60))
 NEAR = LOREM.replace("word59", "other")  # similarity 55 / 57 = .96

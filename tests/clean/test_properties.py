@@ -30,7 +30,8 @@ from auditor.clean.config import DedupeConfig
 from auditor.clean.decide import Marked
 from auditor.clean.dedupe import dedupe
 from auditor.clean.engine import Engine, Processes
-from auditor.clean.manifest import Manifest, verify
+from auditor.clean.manifest import Manifest
+from auditor.clean.verify import verify
 from auditor.measure.sketch import choose_shingle
 
 UNREADABLE = b'{"text": "cut of'

@@ -17,9 +17,10 @@ from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
-from auditor.clean.manifest import Manifest, load_manifest, verify
+from auditor.clean.manifest import Manifest, load_manifest
 from auditor.clean.restore import restore
 from auditor.clean.shards import MARKER, Shard
+from auditor.clean.verify import verify
 from auditor.errors import ManifestError, ShardError
 
 LOREM = " ".join(f"word{i}" for i in range(60))
@@ -256,7 +257,6 @@ def test_manifest_without_shards_serves_the_rows_that_stay(alone: Path) -> None:
 
 def test_inputs_that_moved_are_found_by_their_names(alone: Path, tmp_path: Path) -> None:
     (tmp_path / "in").rename(tmp_path / "elsewhere")
-    assert len(verify(alone).missing_parents) == 3
     moved = verify(alone, parents=tmp_path / "elsewhere")
     assert moved.ok
     assert moved.missing_parents == ()
@@ -271,6 +271,65 @@ def test_inputs_that_moved_are_found_by_their_names(alone: Path, tmp_path: Path)
     (tmp_path / "elsewhere" / "b.jsonl").write_bytes(b'{"text": "other"}\n')
     changed = verify(alone, parents=tmp_path / "elsewhere")
     assert any("b.jsonl: the input has changed" in failure for failure in changed.failures)
+
+
+def test_rows_are_not_read_from_inputs_that_are_not_what_was_cleaned(
+    alone: Path, tmp_path: Path
+) -> None:
+    """Or the text of another row would be given under an id."""
+    shard = tmp_path / "in" / "x" / "a.jsonl.zst"
+    write_jsonl(shard, [{**row, "text": f"other {i}"} for i, row in enumerate(ROWS)])
+    with pytest.raises(ShardError, match=r"a\.jsonl\.zst: the input has changed"):
+        ids(load_manifest(alone))
+    with pytest.raises(ShardError, match=r"a\.jsonl\.zst: the input has changed"):
+        list(load_manifest(alone).kept_rows(2))
+    shard.unlink()
+    with pytest.raises(ShardError, match=r"the input is not there any more.*parents="):
+        ids(load_manifest(alone))
+
+
+def test_verification_of_a_manifest_alone_fails_where_its_rows_are_gone(
+    alone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in" / "b.jsonl").unlink()
+    found = verify(alone)
+    assert (found.n_shards, found.n_shards_hashed) == (3, 2)
+    assert found.missing_parents == (str(tmp_path / "in" / "b.jsonl"),)
+    assert found.failures == (f"{tmp_path / 'in' / 'b.jsonl'}: the input is not there any more",)
+
+
+def test_parents_that_are_gone_are_a_failure_where_their_folder_was_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dedupe([path], tmp_path / "out")
+    path.unlink()
+    assert verify(tmp_path / "out").ok
+    (tmp_path / "empty").mkdir()
+    (failure,) = verify(tmp_path / "out", parents=tmp_path / "empty").failures
+    assert failure == f"{tmp_path / 'empty' / 'a.jsonl'}: the input is not there"
+    with pytest.raises(ManifestError, match="absent: no such folder of inputs"):
+        verify(tmp_path / "out", parents=tmp_path / "absent")
+
+
+def test_rows_that_stay_are_read_from_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_jsonl(tmp_path / "in" / "a.jsonl", ROWS)
+    saved = datasets.Dataset.from_list([{"id": "t0", "text": "new"}, {"id": "t1", "text": LOREM}])
+    saved.save_to_disk(tmp_path / "in" / "saved")
+    dedupe([(tmp_path / "in").as_uri()], tmp_path / "out", manifest_only=True)
+    assert ids(load_manifest(tmp_path / "out")) == ["r0", "r1", "r6", "t0"]
+    assert verify(tmp_path / "out").n_shards_hashed == 2
+    write_jsonl(tmp_path / "in" / "a.jsonl", ROWS[1:])
+    (failure,) = verify(tmp_path / "out").failures
+    assert failure.endswith("a.jsonl: the input has changed since it was cleaned")
+
+
+def test_rows_are_not_given_back_into_the_inputs(alone: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="lies within the input"):
+        restore(load_manifest(alone), tmp_path / "in" / "back")
+    (tmp_path / "in").rename(tmp_path / "moved")
+    moved = load_manifest(alone, parents=tmp_path / "moved")
+    with pytest.raises(ShardError, match="lies within the input"):
+        restore(moved, tmp_path / "moved" / "back")
 
 
 def test_verify_tells_progress_in_bytes(tmp_path: Path) -> None:

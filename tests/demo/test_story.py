@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from auditor import Run, load_manifest
-from auditor.clean.manifest import verify
+from auditor.clean.verify import verify
 from auditor.cli import main
 from auditor.demo.corpus import (
     DECOY,

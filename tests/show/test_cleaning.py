@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import unicodedata
@@ -220,11 +221,66 @@ def test_output_of_an_ascii_log_is_ascii(tmp_path: Path) -> None:
 def test_warnings_count_findings_by_kind_and_show_the_first(tmp_path: Path) -> None:
     rows = [{"text": "x"}, *[{"text": None}] * 6, {"text": 5}]
     told = list(warnings(cleaned(tmp_path, rows)))
-    assert told[0] == "7 findings about the shards; those listed in manifest.json:"
+    assert told[0] == "7 findings about the shards:"
     assert told[1].split(maxsplit=1) == ["6", "'text' is null or missing"]
     assert [line.split()[0] for line in told[2:5]] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
     assert told[5].split(maxsplit=1) == ["1", "'text' is a number, not text"]
     assert list(warnings(cleaned(tmp_path, [{"text": "x"}]))) == []
+
+
+def test_numbers_in_findings_make_no_kinds_and_names_with_digits_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n{"text": \n{"text": "y" 1}\n{"text": "\xff"}\n{"te')
+    config = DedupeConfig(on_error="skip")
+    told = list(warnings(dedupe([path], tmp_path / "out", config=config, dry_run=True)))
+    kinds = [line.split(maxsplit=1) for line in told[1:] if "a.jsonl:" not in line]
+    assert all("UTF-8" in kind for _, kind in kinds)
+    assert "Expecting value at character 11" in told[2]
+
+
+def test_a_column_to_keep_by_that_rows_lack_is_told(tmp_path: Path) -> None:
+    rows = [{"text": "x", "score": 1}, {"text": "x", "score": 2}, {"text": "y"}]
+    found = {
+        column: list(warnings(cleaned(tmp_path / column, rows, keep=f"highest:{column}")))
+        for column in ("score", "scoer")
+    }
+    assert found == {
+        "score": ["--keep highest:score: 1 row without a number there come last"],
+        "scoer": ["--keep highest:scoer: no row has a number there, so the first ones stay"],
+    }
+
+
+def test_a_shard_that_is_not_read_to_its_end_is_told_beside_the_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    data = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(9999)))
+    path.write_bytes(data[: len(data) // 2])
+    config = DedupeConfig(on_error="skip")
+    manifest = dedupe([path], tmp_path / "out", config=config, dry_run=True)
+    assert 0 < manifest.counts["rows_in"] < 9999
+    assert manifest.counts["n_shards_cut_off"] == 1
+    assert "1 shard could not be read to the end" in printed(print_manifest, manifest, None)
+    assert "not read to its end" in list(warnings(manifest))[1]
+
+
+def test_a_source_that_lost_all_rows_is_repeated_without_end(tmp_path: Path) -> None:
+    rows = [{"text": LOREM, "source": "a"}, {"text": LOREM, "source": "b"}]
+    manifest = cleaned(tmp_path, rows)
+    assert manifest.document["sources"]["b"]["projected_epochs_at_old_weight"] is None
+    (line,) = (one for one in printed(print_manifest, manifest, None).splitlines() if " b " in one)
+    assert line.split()[:5] == ["b", "1", "0", "50.0%", "-"]
+    nothing = cleaned(tmp_path / "repetitive", [{"text": "buy now " * 40}])
+    assert "No row stays" in printed(print_manifest, nothing, None)
+
+
+def test_shards_of_one_name_that_are_one_source_are_told(tmp_path: Path) -> None:
+    for name in ("x/a.jsonl", "y/a.jsonl", "x/b.jsonl", "y/b.jsonl"):
+        row = {"text": name, **({"source": "own"} if "b" in name else {})}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    manifest = dedupe([tmp_path / "x", tmp_path / "y"], tmp_path / "out", dry_run=True)
+    assert list(warnings(manifest)) == [
+        "the source a is that of x/a.jsonl, y/a.jsonl; rows can name their own"
+    ]
 
 
 def test_names_that_match_nothing_are_told(tmp_path: Path) -> None:

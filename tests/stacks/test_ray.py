@@ -35,9 +35,9 @@ from auditor import errors
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
 from auditor.clean.engine import InProcess, Processes
-from auditor.clean.manifest import verify
 from auditor.clean.ray import Ray
 from auditor.clean.shards import find_shards
+from auditor.clean.verify import verify
 from auditor.errors import ShardError
 
 LOREM = " ".join(f"word{i}" for i in range(60))

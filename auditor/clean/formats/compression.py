@@ -139,12 +139,13 @@ def compressed(file: BinaryIO, compression: Compression) -> Iterator[Any]:
 
 
 def damaged(path: Path, row: int | None, error: Exception) -> ShardError:
-    """The refusal of a file that cannot be read beyond ``row``."""
+    """The refusal of a file that cannot be read beyond ``row`` rows."""
+    before = f"; the {row} rows before this one can be read with --on-error skip" if row else ""
     return ShardError(
         f"cannot be read to its end: {error}",
         path=path,
-        row=row,
-        remedy="Fetch or write the file again; the rows before this one can be read",
+        row=row or None,
+        remedy=f"Fetch or write the file again{before}",
     )
 
 

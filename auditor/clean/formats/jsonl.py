@@ -299,7 +299,10 @@ def _unreadable(path: Path, row: int, line: bytes, error: Exception) -> ShardErr
     if isinstance(error, RecursionError):
         reason = "too deeply nested"
     elif str(error).startswith("Extra data"):
-        reason = f"more than one value: {error}"
+        reason = "more than one value"
+    elif isinstance(error, json.JSONDecodeError):
+        # Its line number is that within the value, which is always 1.
+        reason = f"{error.msg} at character {error.pos + 1}"
     else:
         reason = str(error)
     return ShardError(
