@@ -17,8 +17,9 @@ import numpy as np
 from detection_trainings import Training
 
 from auditor.measure import baseline
-from auditor.measure.baseline import Deviations, HeadBaselines, memorisation
-from auditor.measure.grading import DEFAULT_POLICY, Alert, Alerts, Grade, Grader
+from auditor.measure.baseline import HeadBaselines, memorisation
+from auditor.measure.grading import Alert, Grade, Grader
+from auditor.measure.judging import Judge, StepJudge, measured_of
 from auditor.record.monitor import SCALARS_STEPS
 
 WINDOW_STEPS: Final = 50
@@ -82,24 +83,24 @@ def _scaled_margins(scale: float) -> Iterator[None]:
 
 
 def replay(training: Training, every: int, scale: float = 1.0) -> Raised:
-    """The alerts of a monitor that samples every so many steps, from the recorded signals."""
-    grader, of_grade = _ScaledGrader(scale=scale), Alerts()
-    heads, deviations = HeadBaselines(), Deviations()
-    of_signal: dict[str, Alerts] = {}
-    raised: list[Alert | None] = []
+    """The alerts of a monitor that samples every so many steps, from the recorded signals.
+
+    Losses and gradient norms are judged at every step, whatever the rate.
+    """
+    judge, step_judge = Judge(graded="probe"), StepJudge()
+    judge._grader = _ScaledGrader(scale=scale)
+    heads = HeadBaselines()
+    raised: list[Alert] = []
     with _scaled_margins(scale):
         for step in sorted(step for step in training.rows if step % every == 0):
-            warm = grader.is_warm(step)
-            rows = list(_rows(training, step, every, heads, warm))
-            grade = grader.update(step, _ratios(rows, "raw"), _ratios(rows, "column"))
-            raised.append(of_grade.of_grade(grade))
-            bad = {one.signal: str(one) for one in deviations.of(rows, "probe", warm=warm)}
-            for signal in sorted(of_signal.keys() | bad.keys()):
-                danger = signal == "non_finite" and signal in bad
-                called = "danger" if danger else "watch" if signal in bad else ""
-                alerts = of_signal.setdefault(signal, Alerts(signal, DEFAULT_POLICY))
-                raised.append(alerts.update(grade, called, bad.get(signal, ""), at_once=danger))
-    return [(one.step, one.level, one.signal) for one in raised if one is not None]
+            rows = list(_rows(training, step, every, heads, judge.is_warm(step)))
+            judged = judge.update(step, rows)
+            raised += [] if judged is None else judged.alerts
+    columns = {"loss": training.loss, "grad_norm": training.grad_norm}
+    for step in range(len(training.loss)):
+        raised += step_judge.update(step, measured_of(columns, step))
+    raised += step_judge.end()
+    return [(alert.step, alert.level, alert.signal) for alert in raised]
 
 
 def _rows(
@@ -122,16 +123,6 @@ def _rows(
     for layer, of_heads in entropies.items():
         share = heads.share_fallen("probe", layer, of_heads, warm=warm)
         yield {"kind": "probe", "signal": "heads_fallen", "layer": layer, "value": share}
-
-
-def _ratios(rows: list[dict[str, Any]], variant: str) -> dict[int, float]:
-    return {
-        row["layer"]: row["value"]
-        for row in rows
-        if row["kind"] == "probe"
-        and row["signal"] == "token_rank"
-        and row.get("variant") == variant
-    }
 
 
 def monitor(
