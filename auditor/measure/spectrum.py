@@ -189,15 +189,17 @@ class Forms:
     def __init__(self, rows: np.ndarray) -> None:
         rows = np.asarray(rows)
         self.shape = (rows.shape[0], rows.shape[1])
-        self._scale = float(np.abs(rows).max()) if rows.size else math.nan
+        self._scale = _largest(rows) if rows.size else math.nan
         if not math.isfinite(self._scale):
             return
         # Scaled, the squares of huge and of tiny values stay in range.
-        self._rows = np.divide(rows, self._scale or 1.0, dtype=np.float64)
-        self._mean = self._rows.mean(axis=0)
-        centred = self._rows - self._mean
+        centred = np.divide(rows, self._scale or 1.0, dtype=np.float64)
+        self._mean = centred.mean(axis=0)
+        # In place: fresh memory for so large a matrix costs as much as what is done to it.
+        centred -= self._mean
+        self._centred_rows = centred
         # Equal rows: what centring leaves is rounding.
-        self._constant = float(np.abs(centred).max()) <= 1e-7
+        self._constant = _largest(centred) <= 1e-7
         self._tall = self.shape[0] >= self.shape[1]
         self._centred = centred.T @ centred if self._tall else centred @ centred.T
         # The mean is added back, not taken away: nothing is lost where it is much larger.
@@ -218,7 +220,7 @@ class Forms:
         if variant == "raw":
             return self._raw
         if not self._tall:
-            matrix = variant_of(self._rows, variant)
+            matrix = variant_of(self._centred_rows + self._mean, variant)
             return matrix @ matrix.T
         size = np.sqrt(self._raw.diagonal() / self.shape[0])
         size = np.where(size > 0.0, size, 1.0)
@@ -239,6 +241,11 @@ class Forms:
             return Spectrum(np.full(min(self.shape), math.nan), self.shape, centred)
         unit = 1.0 if variant == "column" else self._scale
         return Spectrum(unit * singular_values_of_gram(gram), self.shape, centred)
+
+
+def _largest(values: np.ndarray) -> float:
+    """Largest absolute value; NaN where one is NaN."""
+    return max(float(values.max()), -float(values.min()))
 
 
 def rank_ratio(rows: np.ndarray, variant: str = "raw", k: int = K_LARGEST) -> float:
