@@ -35,7 +35,10 @@ class Marked:
     exposed: Collection[str] = ()
     """Consumed by the run as often as ``max_exposures`` allows."""
     implicated: Collection[str] = ()
-    """Named by a report."""
+    """Named to be dropped."""
+    only: Collection[str] | None = None
+    """Duplicates and repetitive rows go only where they are, or are like, one of these; None:
+    wherever they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,6 @@ def decide(
     dropped = keepers.keeper >= 0
     same = leader[keepers.keeper] == leader
     reason[dropped] = np.where(same[dropped], EXACT, NEAR)
-    weight = (reason == KEPT).astype(np.float64)
     # Contents are alike by the lowest threshold of any row that has one of them.
     lowest = np.full(len(order), np.inf)
     compared = np.flatnonzero(leader >= 0)
@@ -107,13 +109,21 @@ def decide(
     followers = compared[leader[compared] != compared]
     edges = np.concatenate([found.pairs[like], np.stack([leader[followers], followers], axis=1)])
     cluster = clusters(len(order), edges)
+    keeper, jaccard = keepers.keeper, keepers.similarity
+    meant = np.ones(len(order), np.bool_)
+    if marked.only is not None:
+        meant = _alike(_with_ids(facts, marked.only), cluster)
+        spared = ~meant & np.isin(reason, (EXACT, NEAR, REPETITION))
+        reason[spared] = KEPT
+        keeper, jaccard = np.where(spared, -1, keeper), np.where(spared, np.nan, jaccard)
+    weight = (reason == KEPT).astype(np.float64)
     if config.soft:
-        size = np.bincount(cluster[cluster >= 0])
-        weight[cluster >= 0] = 1 / size[cluster[cluster >= 0]]
+        shared = meant & (cluster >= 0)
+        weight[shared] = 1 / np.bincount(cluster[shared])[cluster[shared]]
     return Decisions(
         reason=reason,
-        keeper=keepers.keeper,
-        jaccard=keepers.similarity,
+        keeper=keeper,
+        jaccard=jaccard,
         cluster=cluster,
         weight=weight,
         protected=protected,
@@ -163,6 +173,14 @@ def _sources(facts: Scan) -> tuple[list[str], NDArray[np.int32]]:
         if len(part)
     ]
     return names, np.concatenate(source) if source else np.empty(0, np.int32)
+
+
+def _alike(rows: NDArray[np.bool_], cluster: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """These rows and all that are in a cluster with one of them, bool [N]."""
+    touched = np.zeros(int(cluster.max(initial=-1)) + 2, np.bool_)
+    touched[cluster[rows]] = True
+    touched[-1] = False  # where rows without a cluster point
+    return rows | touched[cluster]
 
 
 def _with_ids(facts: Scan, ids: Collection[str]) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@
 Every row gets one decision. Of these reasons to drop it, the first that holds is given:
 
 1. ``unreadable``: the row cannot be read (only with ``on_error="skip"``, else an error).
-2. ``implicated``: a report named it. ``exposure``: the run has consumed it often enough.
+2. ``implicated``: its id was named. ``exposure``: the run has consumed it often enough.
 3. ``repetition``: the sample repeats itself. Such rows, and those above, are nobody's keeper, since
    they are not kept, and are in no cluster.
 4. ``exact``: same normalised content as a kept row.
@@ -81,7 +81,7 @@ def dedupe(
             left out weighs nothing. Names that are not in the inputs are listed as ``unmatched``
             in the manifest; when none is, weights go by rows.
         n_samples: samples the run consumes, to project epochs; default: one pass over the inputs.
-        marked: sample ids to drop for what a run or a report says of them.
+        marked: sample ids to drop, or to look for duplicates of, for what a run says of them.
         engine: where the stages run; default: one after the other in this process.
         progress: see ``Progress``.
         dry_run: decide, and write nothing.
@@ -318,8 +318,9 @@ def _entries(
 def _job(found: Inputs, config: DedupeConfig, marked: Marked) -> dict[str, Any]:
     """What the files in the work folder depend on."""
     digest = blake2b(digest_size=16)
-    for ids in (marked.exposed, marked.implicated):
-        digest.update("\n".join(sorted(ids)).encode("utf-8", "surrogatepass") + b"\0")
+    for ids in (marked.exposed, marked.implicated, marked.only):
+        known = ["none"] if ids is None else ["some", *sorted(ids)]
+        digest.update("\n".join(known).encode("utf-8", "surrogatepass") + b"\0")
     shards = []
     for shard in found.shards:
         stats = [] if isinstance(shard.path, str) else [file.stat() for file in shard.files()]

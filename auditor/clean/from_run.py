@@ -39,7 +39,6 @@ class RunData:
             "run_id": self.run_id,
             "source_weights": self.weights or None,
             "n_samples": self.n_samples or None,
-            "marked": Marked(exposed=self.exposed),
         }
 
 
@@ -70,6 +69,7 @@ def dedupe_run(
         progress=progress,
         dry_run=dry_run,
         manifest_only=manifest_only,
+        marked=Marked(exposed=data.exposed),
         **data.settings,
     )
 

@@ -24,8 +24,9 @@ from auditor.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from auditor.clean.config import DedupeConfig
-    from auditor.clean.from_run import RunData
+    from auditor.clean.decide import Marked
     from auditor.clean.manifest import Manifest
+    from auditor.run import Run
 
 
 def _option(heading: str) -> Callable[..., Callable[[Any], Any]]:
@@ -128,6 +129,18 @@ _where = _option("Where it runs")
     metavar="K",
     help="Drop rows that the run has been trained on K times or more; needs a run.",
 )
+@_dropped(
+    "--only-implicated",
+    is_flag=True,
+    help="Drop duplicates and repetitive rows only where the run's report implicates them or what "
+    "they are like; needs a run.",
+)
+@_dropped(
+    "--drop-ids",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Drop rows of these sample ids, one a line.",
+)
 @_read("--content", help="Column of the text or tokens.  [default: text, input_ids, tokens]")
 @_read(
     "--on-error",
@@ -187,6 +200,8 @@ def dedupe(
     workers: int | None,
     engine: str,
     address: str | None,
+    only_implicated: bool,
+    drop_ids: Path | None,
     as_json: bool,
     **policy: Any,
 ) -> None:
@@ -205,6 +220,7 @@ def dedupe(
       auditor dedupe corpus/ --out cleaned/ --prefer wiki --keep highest:score
       auditor dedupe corpus/ --out cleaned/ --protect-source exams --source-threshold code=0.9
       auditor dedupe run/ --out cleaned/ --max-exposures 4     and what was seen often enough
+      auditor dedupe run/ --out cleaned/ --only-implicated     only what the report blames
       auditor dedupe s3://bucket/corpus/ --out cleaned/ --manifest-only
     """
     if out is None and not dry_run:
@@ -216,10 +232,14 @@ def dedupe(
         raise click.UsageError("--shards goes with a run; give the shards as INPUT instead")
     if policy["max_exposures"] is not None and not is_run and run is None:
         raise click.UsageError("--max-exposures needs a run, as INPUT or with --run")
+    if only_implicated and not is_run and run is None:
+        raise click.UsageError("--only-implicated needs a run, as INPUT or with --run")
     if address is not None and engine != "ray":
         raise click.UsageError("--address goes with --engine ray")
     config = _config(policy)
+    named = frozenset() if drop_ids is None else _ids(drop_ids, "--drop-ids")
 
+    from auditor.clean.decide import Marked
     from auditor.clean.dedupe import dedupe as clean
     from auditor.clean.from_run import run_data
     from auditor.clean.lookup import samples_of
@@ -231,9 +251,14 @@ def dedupe(
         opened = Run.open(inputs[0]) if is_run else None if run is None else Run.open(run)
         data = None
         if opened is not None:
-            named = shards if is_run else inputs
-            data = run_data(opened, named, max_exposures=config.max_exposures)
+            of_run = shards if is_run else inputs
+            data = run_data(opened, of_run, max_exposures=config.max_exposures)
         paths = inputs if data is None else data.shards
+        marked = Marked(
+            exposed=frozenset() if data is None else data.exposed,
+            implicated=named,
+            only=_implicated(opened) if only_implicated and opened is not None else None,
+        )
         with ExitStack() as stack:
             engine_settings: Any = {"name": engine, "address": address, "workers": workers}
             on = stack.enter_context(engine_for(find_shards(paths).shards, **engine_settings))
@@ -249,9 +274,10 @@ def dedupe(
                     dry_run=dry_run,
                     manifest_only=manifest_only,
                     **({} if data is None else data.settings),
+                    marked=marked,
                 )
         found = samples_of(manifest, samples) if dry_run else []
-    _warn(manifest, config, data)
+    _warn(manifest, config, marked)
 
     from auditor.show.cleaning import print_manifest, print_samples, samples_as_json
 
@@ -277,7 +303,7 @@ def _config(policy: dict[str, Any]) -> DedupeConfig:
     with checking():
         return DedupeConfig(
             thresholds=dict(map(_source_threshold, thresholds)),
-            protect_ids=frozenset() if file is None else _ids(file),
+            protect_ids=frozenset() if file is None else _ids(file, "--protect-ids"),
             repetition=not keep_repetitive,
             **policy,
         )
@@ -295,15 +321,30 @@ def _source_threshold(given: str) -> tuple[str, float]:
         ) from None
 
 
-def _ids(path: Path) -> frozenset[str]:
+def _implicated(run: Run) -> frozenset[str]:
+    """Ids of the samples that the report of a run implicates."""
+    from auditor.explain.implicated import implicated_samples
+    from auditor.explain.pipeline import explain
+
+    explained = explain(run)
+    ids = implicated_samples(run, explained.events, explained.suspects)["sample_id"]
+    if ids.is_empty():
+        raise click.ClickException(
+            f"{run.path}: the report implicates no sample: {explained.verdict} "
+            "Without --only-implicated all duplicates go"
+        )
+    return frozenset(ids)
+
+
+def _ids(path: Path, option: str) -> frozenset[str]:
     try:
         lines = path.read_text("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"--protect-ids: {path} is not UTF-8: {error}") from error
+        raise click.UsageError(f"{option}: {path} is not UTF-8: {error}") from error
     return frozenset(line.removesuffix("\r") for line in lines) - {""}
 
 
-def _warn(manifest: Manifest, config: DedupeConfig, data: RunData | None) -> None:
+def _warn(manifest: Manifest, config: DedupeConfig, marked: Marked) -> None:
     """Say on standard error what went by without an error."""
     from auditor.clean.lookup import ids_not_there
     from auditor.show.cleaning import warnings
@@ -311,12 +352,13 @@ def _warn(manifest: Manifest, config: DedupeConfig, data: RunData | None) -> Non
     unknown = ids_not_there(manifest, config.protect_ids)
     for warning in warnings(manifest, unknown_ids=unknown):
         click.echo(warning, err=True)
-    if data is None or config.max_exposures is None:
-        return
-    n = len(ids_not_there(manifest, data.exposed))
-    if n:
-        click.echo(
-            f"--max-exposures: {n} of {len(data.exposed)} samples that the run was trained on so "
-            "often are not in the shards by their id",
-            err=True,
-        )
+    told = {
+        "--max-exposures": (marked.exposed, "samples that the run was trained on so often"),
+        "--only-implicated": (marked.only or (), "implicated samples"),
+        "--drop-ids": (marked.implicated, "samples"),
+    }
+    for option, (ids, what) in told.items():
+        if n := len(ids_not_there(manifest, ids)):
+            click.echo(
+                f"{option}: {n} of {len(ids)} {what} are not in the shards by their id", err=True
+            )

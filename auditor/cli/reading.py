@@ -20,7 +20,16 @@ from auditor.schema import STATES
     type=click.Path(path_type=Path),
     help="Where to write the page.  [default: RUN/derived/report.html]",
 )
-def report(run: Path, as_json: bool, html: Path | None) -> None:
+@click.option(
+    "--implicated",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the implicated samples as well: .jsonl or .parquet.",
+)
+@click.option("--no-text", is_flag=True, help="Show no text of the data.")
+def report(
+    run: Path, as_json: bool, html: Path | None, implicated: Path | None, no_text: bool
+) -> None:
     """Explain a run: grades, events, and the data before each.
 
     RUN is the folder given to AuditedSampler or GradeMonitor; it may still be recording.
@@ -30,12 +39,18 @@ def report(run: Path, as_json: bool, html: Path | None) -> None:
       auditor report run/
       auditor report run/ --json | jq '.events[].suspects[0]'
       auditor report run/ --html report.html
+      auditor report run/ --implicated samples.jsonl --no-text
     """
+    if implicated is not None and implicated.suffix not in (".jsonl", ".parquet"):
+        raise click.UsageError(f"--implicated takes a .jsonl or .parquet file, got {implicated}")
     from auditor.run import Run
-    from auditor.show.produce import produce
+    from auditor.show.produce import produce, write_implicated
 
     opened = Run.open(run)
-    produced = produce(opened, html)
+    produced = produce(opened, html, with_text=not no_text)
+    if implicated is not None:
+        n = write_implicated(opened, produced.explanation, implicated, with_text=not no_text)
+        click.echo(f"{implicated}: {n} implicated samples", err=True)
     if as_json:
         from auditor.show.report import report_of
 

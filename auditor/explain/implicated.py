@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import polars as pl
 
@@ -10,7 +11,7 @@ from auditor.explain.attribution import LOOKBACK_STEPS, blamed_sources
 from auditor.run import Run
 from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 
-SCHEMA: Final = {
+SCHEMA: Final[Mapping[str, Any]] = {
     "sample_id": pl.String,
     "source": pl.String,
     "shard": pl.String,

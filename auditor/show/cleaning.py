@@ -29,7 +29,7 @@ REASONS: Final = {
     "near": "similar to a row that stays, at or above the threshold",
     "repetition": "repeats itself",
     "exposure": "consumed by the run often enough",
-    "implicated": "named by a report",
+    "implicated": "named to be dropped",
     "unreadable": "cannot be read",
 }
 """Why a row is dropped, in the order in which reasons are told."""

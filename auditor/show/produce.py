@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from auditor.clean.proposal import Proposal, propose
 from auditor.explain.explanation import Explanation
+from auditor.explain.implicated import implicated_samples
 from auditor.explain.pipeline import explain
+from auditor.files import atomic
 from auditor.run import Run
 from auditor.show.html import write_html
 
@@ -24,8 +26,10 @@ class Report:
     html: Path | None
 
 
-def produce(run: Run, html: Path | None = None) -> Report:
+def produce(run: Run, html: Path | None = None, *, with_text: bool = True) -> Report:
     """Explain a run and write its page, to ``derived/report.html`` where no path is given.
+
+    ``with_text``: whether samples are shown by the beginning of their text.
 
     A page that nobody asked for and that cannot be written, of a run on a read-only disk, is left
     out with a warning.
@@ -34,6 +38,8 @@ def produce(run: Run, html: Path | None = None) -> Report:
         OSError: the page cannot be written to ``html``.
     """
     explanation = explain(run)
+    if not with_text:
+        explanation = replace(explanation, previews=explanation.previews.clear())
     proposal = propose(explanation.suspects, run.scan("exposures"))
     path = run.derived / "report.html" if html is None else html
     try:
@@ -45,3 +51,16 @@ def produce(run: Run, html: Path | None = None) -> Report:
         log.warning("%s was not written (%s); --html gives another place", path, error.strerror)
         return Report(explanation, proposal, None)
     return Report(explanation, proposal, path)
+
+
+def write_implicated(run: Run, explanation: Explanation, path: Path, *, with_text: bool) -> int:
+    """Write the implicated samples as JSON Lines or Parquet, by the path; returns how many."""
+    samples = implicated_samples(run, explanation.events, explanation.suspects)
+    if not with_text:
+        samples = samples.drop("preview")
+    with atomic(path) as file:
+        if path.suffix == ".parquet":
+            samples.write_parquet(file)
+        else:
+            samples.write_ndjson(file)
+    return samples.height

@@ -121,6 +121,25 @@ def test_protected_rows_stay_and_others_are_dropped_for_them(tmp_path: Path) -> 
     assert fates(manifest) == ["exact 1", "kept", "kept", "kept", "kept", "implicated"]
 
 
+def test_only_what_is_like_a_named_row_is_cleaned(tmp_path: Path) -> None:
+    other = " ".join(f"other{i}" for i in range(60))
+    rows = [
+        {"id": "a", "text": LOREM},
+        {"id": "b", "text": other},
+        {"id": "c", "text": NEAR},
+        {"id": "d", "text": other},
+        {"id": "e", "text": "buy now " * 40},
+        {"id": "f", "text": "sell now " * 40},
+        {"id": "g", "text": LOREM},
+    ]
+    manifest = clean(tmp_path / "1", rows, marked=Marked(only=["c", "f", "gone"]))
+    assert fates(manifest) == ["kept", "kept", "near 0", "kept", "kept", "repetition", "exact 0"]
+    assert manifest.rows["cluster"].null_count() == 2  # known all the same
+    soft = clean(tmp_path / "2", rows, marked=Marked(only=["c"]), soft=True)
+    assert soft.rows["weight"].to_list() == pytest.approx([1 / 3, 1, 1 / 3, 1, 1, 1, 1 / 3])
+    assert fates(clean(tmp_path / "3", rows, marked=Marked(only=[]))) == ["kept"] * 7
+
+
 def test_rows_that_the_run_or_a_report_named_go_and_keep_nothing(tmp_path: Path) -> None:
     rows = [{"id": name, "text": LOREM} for name in "abc"]
     manifest = clean(tmp_path, rows, marked=Marked(exposed=["a", "b"], implicated=["b"]))

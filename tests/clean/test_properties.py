@@ -134,7 +134,9 @@ def cases(draw: st.DrawFn) -> Case:
             n_permutations=256,
             bands=128,
         ),
-        marked=Marked(exposed=draw(ids), implicated=draw(ids)),
+        marked=Marked(
+            exposed=draw(ids), implicated=draw(ids), only=draw(st.one_of(st.none(), ids))
+        ),
     )
 
 
@@ -256,21 +258,29 @@ def expected(case: Case, repetitive: set[int]) -> Expected:
     like |= {(b, a): s for (a, b), s in like.items()}
     threshold = {i: config.thresholds.get(rows[i]["source"], config.threshold) for i in compared}
     weights = [1.0 if reason is None else 0.0 for reason in reasons]
+    clusters = {i: {i} for i in range(n)}
+    for (a, b), s in like.items():
+        if s >= min(threshold[a], threshold[b]) and clusters[a] is not clusters[b]:
+            clusters[a] |= clusters[b]
+            for i in clusters[b]:
+                clusters[i] = clusters[a]
+    only = case.marked.only
+    named = [row is not UNREADABLE and (only is None or row["id"] in only) for row in rows]
+    meant = [any(named[member] for member in clusters[i]) for i in range(n)]
+    for i in range(n):
+        if reasons[i] == "repetition" and not meant[i]:
+            reasons[i], weights[i] = None, 1.0
     if config.soft:
-        clusters = {i: {i} for i in compared}
-        for (a, b), s in like.items():
-            if s >= min(threshold[a], threshold[b]) and clusters[a] is not clusters[b]:
-                clusters[a] |= clusters[b]
-                for i in clusters[b]:
-                    clusters[i] = clusters[a]
         for i in compared:
-            weights[i] = 1 / len(clusters[i])
+            weights[i] = 1 / len(clusters[i]) if meant[i] else 1.0
         return Expected(reasons, keepers, similarities, weights)
     kept: list[int] = []
     for i in sorted(compared, key=place):
         alike = [other for other in kept if like[i, other] >= threshold[i]]
         if len(alike) < config.copies or protected[i]:
             kept.append(i)
+            continue
+        if not meant[i]:
             continue
         same = [other for other in alike if normalised(content[other]) == normalised(content[i])]
         keeper = same[0] if same else max(alike, key=lambda o: (like[i, o], -kept.index(o)))

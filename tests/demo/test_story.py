@@ -91,6 +91,22 @@ def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
     cleaned = Run.open(out / runs[1]).scan("exposures").collect()
     kept = manifest.rows.filter(pl.col("decision") == "kept")
     assert set(cleaned["sample_id"]) <= set(kept["sample_id"])
+    # The report implicates rows of the planted source; what is like none of them stays.
+    arguments = ["dedupe", str(out / runs[0]), "--only-implicated", "--out", str(out / "narrow")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    dropped = load_manifest(out / "narrow").rows.filter(pl.col("decision") == "dropped")
+    assert dropped.height > 100
+    assert set(dropped["source"]) == {PLANTED}
+    listed = out / "implicated.jsonl"
+    arguments = ["report", str(out / runs[0]), "--implicated", str(listed), "--no-text", "--json"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    samples = pl.read_ndjson(listed)
+    assert set(samples["source"]) == {PLANTED}
+    assert "preview" not in samples.columns
+    named = set(dropped["cluster"]) | {None}
+    rows = load_manifest(out / "narrow").rows
+    assert set(rows.filter(pl.col("sample_id").is_in(samples["sample_id"]))["cluster"]) <= named
     # The third arm removed as many rows.
     n_removed = manifest.counts["rows_in"] - manifest.counts["rows_out"]
     assert n_removed > 1000

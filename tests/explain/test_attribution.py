@@ -19,6 +19,7 @@ from auditor.explain.attribution import (
     suspects_of,
 )
 from auditor.explain.composition import composition_of
+from auditor.explain.implicated import implicated_exposures
 from auditor.run import polars_schema
 
 BATCH = 32
@@ -98,10 +99,13 @@ def event(kind: str, low: int, high: int, **more: Any) -> dict[str, Any]:
 
 
 def suspects(exposures: pl.DataFrame, *rows: dict[str, Any]) -> pl.DataFrame:
-    numbered = [{**row, "event": number} for number, row in enumerate(rows)]
-    events = pl.DataFrame(numbered, schema=polars_schema(schema.EVENTS), orient="row")
-    found, _ = suspects_of(events, composition_of(exposures.lazy()), exposures.lazy())
+    found, _ = suspects_of(numbered(*rows), composition_of(exposures.lazy()), exposures.lazy())
     return found
+
+
+def numbered(*rows: dict[str, Any]) -> pl.DataFrame:
+    events = [{**row, "event": number} for number, row in enumerate(rows)]
+    return pl.DataFrame(events, schema=polars_schema(schema.EVENTS), orient="row")
 
 
 def blamed(found: pl.DataFrame) -> set[tuple[str, str]]:
@@ -228,6 +232,28 @@ def test_clusters_and_shards_are_named_inside_the_blamed_source_only() -> None:
     assert set(lower.filter(pl.col("level") == "shard")["name"]) == {"books.jsonl"}
     assert set(lower.filter(pl.col("level") == "cluster")["name"]) == {f"books-{first}"}
     assert lower["p"].is_null().all()  # effect size only
+
+
+@pytest.mark.parametrize("feature", ["duplication", "repetition"])
+def test_implicated_are_the_bad_exposures_of_the_blamed_source_around_the_event(
+    feature: str,
+) -> None:
+    exposures = stream(seed=0, burst="books", feature=feature, decoy="web")
+    events = numbered(*INPUT_THEN_MODEL)
+    found = implicated_exposures(events, suspects(exposures, *INPUT_THEN_MODEL), exposures.lazy())
+    planted = exposures.filter(
+        (pl.col("source") == "books")
+        & (pl.col(feature) > 0.5)
+        & pl.col("step").is_between(240, 260)  # its trough
+    )
+    of_first = found.collect().filter(pl.col("event") == 0)
+    assert set(of_first["key"]) == set(planted["key"])
+    innocent = stream(seed=0, decoy="web")
+    nothing = implicated_exposures(
+        events, suspects(innocent, *INPUT_THEN_MODEL), innocent.lazy()
+    ).collect()
+    assert nothing.is_empty()
+    assert nothing.schema == of_first.schema
 
 
 def test_p_values_of_a_predeclared_test_are_calibrated() -> None:
