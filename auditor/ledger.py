@@ -17,7 +17,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -80,11 +80,14 @@ def _by_significance(values: np.ndarray) -> bytes:
     return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 
-def _decode(payload: bytes) -> Frame:
+def _decode(payload: bytes, kinds: Collection[str] | None) -> Frame | None:
+    """The frame; None where it is of another kind."""
     payload = zstandard.decompress(payload)
     (header_length,) = _HEADER_LENGTH.unpack_from(payload)
     offset = _HEADER_LENGTH.size + header_length
     header = json.loads(payload[_HEADER_LENGTH.size : offset])
+    if kinds is not None and header["kind"] not in kinds:
+        return None
     columns = {}
     for name, dtype, size in header["columns"]:
         width = np.dtype(dtype).itemsize
@@ -136,14 +139,16 @@ class LedgerReader:
     Args:
         start: the byte where the first frame begins, as ``end`` or :meth:`starts` told; 0: the
             first frame of the file.
+        kinds: of frames that are given out; None: all.
 
     Raises:
         RunError: the file is not a ledger.
         SchemaVersionError: it was written by another version of the format.
     """
 
-    def __init__(self, path: Path, *, start: int = 0) -> None:
+    def __init__(self, path: Path, *, start: int = 0, kinds: Collection[str] | None = None) -> None:
         self.path = path
+        self._kinds = kinds
         self.torn_bytes = 0
         self.end = max(start, len(MAGIC))
 
@@ -154,7 +159,9 @@ class LedgerReader:
                 if len(payload) < length or zlib.crc32(payload) != crc:
                     return
                 self._went_past(length)
-                yield _decode(payload)
+                frame = _decode(payload, self._kinds)
+                if frame is not None:
+                    yield frame
 
     def starts(self) -> Iterator[int]:
         """The byte where each frame begins, from their lengths alone: no frame is decoded."""

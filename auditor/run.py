@@ -3,28 +3,32 @@
     run = Run.open("run/")
     run.scan("exposures").filter(pl.col("step") > 9000).collect()
 
-Facts are read from the ledgers of every attempt and rank, of a running run too, and kept as
-Parquet under ``derived/`` until a ledger grows.
+Facts are read from the ledgers of every attempt and rank, of a running run too, one ledger at a
+time, and kept as Parquet under ``derived/`` until that ledger grows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 import polars as pl
 
 from auditor import schema
-from auditor.attempt import LEDGERS, place_of, read_run_json, write_json
+from auditor.attempt import place_of, read_run_json, write_json
 from auditor.errors import RunError
 from auditor.files import atomic
-from auditor.ledger import NULL, Frame, LedgerReader
-from auditor.measure.agreement import similarity
-from auditor.schema import UNSCORED
+from auditor.ledger import LedgerReader
+from auditor.tables import (
+    BUILDERS,
+    batches_of_steps,
+    first_trained_step,
+    frames_of_batches,
+    polars_schema,
+)
 
 FACTS: Final[Mapping[str, Mapping[str, str]]] = {
     "exposures": schema.EXPOSURES,
@@ -39,23 +43,10 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
 }
 View = Literal["effective", "all"]
 
+_OF_STEPS: Final = frozenset({"steps", "renumbered"})
+"""Kinds of frames that say which batches were in which step."""
+
 _PLACE: Final = ("attempt", "rank", "key")
-_SCORES: Final = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition")
-_NONE: Final = np.zeros(0, np.int64)
-
-_TYPES: Final[Mapping[str, Any]] = {
-    "i32": pl.Int32,
-    "i64": pl.Int64,
-    "f32": pl.Float32,
-    "f64": pl.Float64,
-    "str": pl.String,
-    "bool": pl.Boolean,
-}
-
-
-def polars_schema(columns: Mapping[str, str]) -> pl.Schema:
-    """A table of :mod:`auditor.schema` as polars types by column."""
-    return pl.Schema({name: _TYPES[kind] for name, kind in columns.items()})
 
 
 class Run:
@@ -66,6 +57,7 @@ class Run:
         self.facts = facts
         self.torn_bytes: dict[str, int] = {}
         self._tables: dict[str, pl.LazyFrame] = {}
+        self._first: list[tuple[int, int, int]] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -139,7 +131,9 @@ class Run:
             found.append(f"{name}: the last {n_bytes} bytes are torn and were dropped")
         return found
 
-    def scan(self, table: str, view: View = "effective") -> pl.LazyFrame:
+    def scan(
+        self, table: str, view: View = "effective", *, steps: tuple[int, int] | None = None
+    ) -> pl.LazyFrame:
         """A table as a ``polars.LazyFrame``.
 
         Facts are ``exposures`` (columns of ``schema.EXPOSURES_JOINED``), ``samples`` and
@@ -147,8 +141,11 @@ class Run:
         The ``effective`` view hides what a later attempt rolled back: of two attempts that trained
         the same step, the later counts.
 
+        ``steps`` asks for the exposures of these steps alone, first and last included: of a long
+        run they are read without all others.
+
         Raises:
-            ValueError: there is no such table or view.
+            ValueError: there is no such table or view, or ``steps`` of another table.
             RunError: a derived table that has not been made yet.
         """
         if view not in ("effective", "all"):
@@ -157,14 +154,24 @@ class Run:
             return self._scan_derived(table)
         if table not in FACTS:
             raise ValueError(f"table must be one of {[*FACTS, *DERIVED]}, got {table!r}")
+        if steps is not None and table != "exposures":
+            raise ValueError(f"steps= goes with exposures, not with {table!r}")
         if table == "samples":
             return self._facts("samples")
-        frame = self._facts(table)
+        frame = self._facts(table) if steps is None else self._exposures_of(*steps)
         if view == "effective":
-            frame = frame.filter(~_rolled_back(self._first_steps()))
+            frame = frame.filter(~rolled_back(self.first_steps()))
         if table == "exposures":
-            frame = _with_samples(frame, self._facts("samples"))
+            samples = self._facts("samples")
+            if steps is not None:  # few of very many
+                keys = frame.select("key").unique().collect()["key"]
+                samples = samples.filter(pl.col("key").is_in(keys.implode()))
+            frame = _with_samples(frame, samples)
         return frame
+
+    def exposures(self, low: int, high: int) -> pl.LazyFrame:
+        """The exposures of steps ``low`` to ``high``, both included, in the effective view."""
+        return self.scan("exposures", steps=(low, high))
 
     def write_derived(self, table: str, frame: pl.DataFrame) -> None:
         """Keep a derived table under ``derived/``, cast to its schema."""
@@ -188,63 +195,82 @@ class Run:
             )
         return pl.scan_parquet(path)
 
-    def _first_steps(self) -> list[tuple[int, int, int]]:
+    def first_steps(self) -> list[tuple[int, int, int]]:
         """(rank, attempt, first step trained) of each attempt that trained any."""
-        exposures = self._facts("exposures").filter(pl.col("state") == "trained")
-        first = exposures.group_by("rank", "attempt").agg(pl.col("step").min()).collect()
-        if first.is_empty():  # a run with a monitor only
+        if self._first is None:
+            steps = {
+                (rank, attempt): first_trained_step(LedgerReader(path, kinds=_OF_STEPS))
+                for rank, attempt, path in self.ledgers("exposures")
+            }
+            self._first = [(*place, step) for place, step in steps.items() if step is not None]
+        if not self._first:  # a run with a monitor only
             signals = self._facts("signals")
             first = signals.group_by("rank", "attempt").agg(pl.col("step").min()).collect()
-        return [(row["rank"], row["attempt"], row["step"]) for row in first.iter_rows(named=True)]
+            self._first = [*first.select("rank", "attempt", "step").iter_rows()]
+        return self._first
 
-    def _ledgers(self, table: str) -> list[tuple[int, int, Path]]:
+    def ledgers(self, table: str) -> list[tuple[int, int, Path]]:
+        """(rank, attempt, file) of each ledger of a table of facts."""
         paths = sorted(self.path.glob(f"{table}/rank-*/attempt-*.ledger"))
         places = [(place_of(path), path) for path in paths]
         return [(*place, path) for place, path in places if place is not None]
 
     def _facts(self, table: str) -> pl.LazyFrame:
-        """The table from the Parquet copy when it is as old as the ledgers, else from them.
+        """The table from Parquet copies of ledgers where they are as old, else from the ledgers.
 
         Read once: what a running run adds later is for the next opening.
         """
         if table not in self._tables:
-            self._tables[table] = self._read_facts(table)
+            parts = [self._fact(table, *ledger) for ledger in self.ledgers(table)]
+            empty = pl.DataFrame(schema=polars_schema(FACTS[table])).lazy()
+            self._tables[table] = pl.concat(parts) if parts else empty
         return self._tables[table]
 
-    def _read_facts(self, table: str) -> pl.LazyFrame:
-        ledgers = self._ledgers(table)
-        state = {str(path.relative_to(self.path)): path.stat().st_size for _, _, path in ledgers}
-        columns = dict(FACTS[table])
-        copy, stamp = self.derived / f"{table}.parquet", self.derived / f"{table}.json"
+    def _exposures_of(self, low: int, high: int) -> pl.LazyFrame:
+        """Exposures of some steps, from the ledgers."""
+        types = polars_schema(FACTS["exposures"])
+        parts = [pl.DataFrame(schema=types)]
+        for rank, attempt, path in self.ledgers("exposures"):
+            inside = batches_of_steps(LedgerReader(path, kinds=_OF_STEPS), low, high)
+            if len(inside):
+                frames = frames_of_batches(LedgerReader(path), inside)
+                parts.append(_placed(BUILDERS["exposures"](frames), types, rank, attempt))
+        return pl.concat(parts).lazy().filter(pl.col("step").is_between(low, high))
+
+    def _fact(self, table: str, rank: int, attempt: int, ledger: Path) -> pl.LazyFrame:
+        """The rows of one ledger."""
+        name = str(ledger.relative_to(self.path))
+        size, columns = ledger.stat().st_size, dict(FACTS[table])
+        copy = (self.derived / name).with_suffix(".parquet")
+        stamp = copy.with_suffix(".json")
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             noted = json.loads(stamp.read_text(encoding="utf-8"))
-            as_old = (noted["ledgers"], noted["columns"]) == (state, columns)
+            as_old = (noted["bytes"], noted["columns"]) == (size, columns)
             # The stamp was written last: a copy that was changed since then is not ours.
             if as_old and copy.stat().st_mtime_ns <= stamp.stat().st_mtime_ns and _is_whole(copy):
-                self.torn_bytes.update(noted["torn_bytes"])
+                if noted["torn_bytes"]:
+                    self.torn_bytes[name] = noted["torn_bytes"]
                 return pl.scan_parquet(copy)
-        types = polars_schema(columns)
-        parts = []
-        torn: dict[str, int] = {}
-        for rank, attempt, path in ledgers:
-            reader = LedgerReader(path)
-            part = _BUILDERS[table](reader)
-            if reader.torn_bytes:
-                torn[str(path.relative_to(self.path))] = reader.torn_bytes
-            added = {"rank": rank, "attempt": attempt}
-            part = part.with_columns(
-                pl.lit(value).alias(name) for name, value in added.items() if name in columns
-            )
-            parts.append(part.select(list(types)).cast(types))
-        frame = pl.concat(parts) if parts else pl.DataFrame(schema=types)
-        if table == "samples":
-            frame = frame.unique(["attempt", "rank", "key"], keep="first", maintain_order=True)
-        self.torn_bytes.update(torn)
-        with contextlib.suppress(OSError):  # a run on a read-only disk is read all the same
-            self.derived.mkdir(exist_ok=True)
+        reader = LedgerReader(ledger)
+        frame = _placed(BUILDERS[table](reader), polars_schema(columns), rank, attempt)
+        if reader.torn_bytes:
+            self.torn_bytes[name] = reader.torn_bytes
+        # A run on a read-only or full disk is read all the same.
+        with contextlib.suppress(OSError, pl.exceptions.ComputeError):
+            copy.parent.mkdir(parents=True, exist_ok=True)
             _write_parquet(frame, copy)
-            write_json(stamp, {"ledgers": state, "columns": columns, "torn_bytes": torn})
+            write_json(stamp, {"bytes": size, "columns": columns, "torn_bytes": reader.torn_bytes})
+            return pl.scan_parquet(copy)
         return frame.lazy()
+
+
+def _placed(frame: pl.DataFrame, types: pl.Schema, rank: int, attempt: int) -> pl.DataFrame:
+    """The rows of a ledger with where they are from, in the columns of their table."""
+    added = {"rank": rank, "attempt": attempt}
+    placed = frame.with_columns(
+        pl.lit(value).alias(name) for name, value in added.items() if name in types
+    )
+    return placed.select(list(types)).cast(types)
 
 
 def _noted_in(path: Path) -> dict[str, Any] | None:
@@ -269,7 +295,7 @@ def _write_parquet(frame: pl.DataFrame, path: Path) -> None:
         frame.write_parquet(file)
 
 
-def _rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
+def rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
     """Steps of an attempt that a later attempt of the rank trained again, or went back behind."""
     expression = pl.lit(False)
     for rank, attempt, step in first_steps:
@@ -307,192 +333,3 @@ def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFram
         pl.coalesce("n_tokens_seen", "n_tokens").alias("n_tokens"),
     )
     return joined.select(list(schema.EXPOSURES_JOINED))
-
-
-def _exposures_of(frames: Iterable[Frame]) -> pl.DataFrame:
-    parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
-    for frame in frames:
-        parts.setdefault(frame.kind, []).append(frame.columns)
-    if "batches" not in parts:
-        return pl.DataFrame(schema=polars_schema(schema.EXPOSURES))
-    rows = pl.concat([_batch_rows(columns) for columns in parts["batches"]])
-    rows = rows.join(_steps(parts), on="batch", how="left", maintain_order="left")
-    rows = rows.with_columns(state=pl.coalesce("closed", "state"))
-    # The scores of a batch are in the order of its rows.
-    rows = rows.with_columns(order=pl.int_range(pl.len(), dtype=pl.Int64).over("batch"))
-    for part in (_scores(parts.get("scores", [])), _losses(parts.get("losses", []), rows)):
-        rows = rows.join(part, on=["batch", "order"], how="left", maintain_order="left")
-    packed = pl.int_range(pl.len(), dtype=pl.Int32).over("batch", "position")
-    return rows.with_columns(part=packed).sort("batch", maintain_order=True)
-
-
-def _batch_rows(columns: Mapping[str, np.ndarray]) -> pl.DataFrame:
-    sizes = columns["n_samples"].astype(np.int64)
-    starts = np.cumsum(sizes) - sizes
-    position = columns.get("position", np.arange(sizes.sum()) - np.repeat(starts, sizes))
-    states = np.asarray(schema.STATES, dtype=object)[columns["state"].astype(np.int64)]
-    n_tokens = columns.get("n_tokens", np.full(sizes.sum(), NULL))
-    rows = pl.DataFrame(
-        {
-            "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
-            "position": position.astype(np.int32),
-            "key": columns["key"].astype(np.int64),
-            "state": pl.Series(np.repeat(states, sizes), dtype=pl.String),
-            "n_tokens": n_tokens.astype(np.int64),
-        }
-    )
-    return rows.with_columns(_null_where_marked("n_tokens"))
-
-
-def _steps(parts: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> pl.DataFrame:
-    """Of each closed batch its step and what became of it."""
-    closed = _stacked(parts.get("steps", []), "batch", "step", "state")
-    renumbered = _stacked(parts.get("renumbered", []), "closed", "step")
-    return (
-        closed.join(
-            renumbered.rename({"closed": "step", "step": "renumbered"}).unique("step", keep="last"),
-            on="step",
-            how="left",
-        )
-        .select(
-            "batch",
-            step=pl.coalesce("renumbered", "step"),
-            closed=pl.col("state").replace_strict(
-                dict(enumerate(schema.STATES)), return_dtype=pl.String
-            ),
-        )
-        .unique("batch", keep="last")
-    )
-
-
-def _scores(parts: Sequence[Mapping[str, np.ndarray]]) -> pl.DataFrame:
-    """Scores by batch and order of its rows."""
-    frames = []
-    for columns in parts:
-        sizes = columns["n_samples"].astype(np.int64)
-        n = int(sizes.sum())
-        nearest = np.full(n, -1, np.int64)
-        nearest[columns["dup_at"].astype(np.int64)] = columns["dup_of"].astype(np.int64)
-        frames.append(
-            pl.DataFrame(
-                {
-                    "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
-                    "order": np.arange(n) - np.repeat(np.cumsum(sizes) - sizes, sizes),
-                    "dup_batch": similarity(columns["equal_batch"]),
-                    "dup_window": similarity(columns["equal_window"]),
-                    "dup_run": columns["dup_run"].astype(np.int32),
-                    "dup_of": nearest,
-                    "repetition": (columns["repetition"].astype(np.float64) / 65535).astype(
-                        np.float32
-                    ),
-                    "scored": columns["equal_batch"] != UNSCORED,
-                }
-            )
-        )
-    types = {name: _TYPES[schema.EXPOSURES[name]] for name in _SCORES}
-    types = {"batch": pl.Int64, "order": pl.Int64, **types, "scored": pl.Boolean}
-    empty = pl.DataFrame(schema=types)
-    table = pl.concat([empty, *frames])
-    return table.select(
-        "batch",
-        "order",
-        *(pl.when("scored").then(name).alias(name) for name in _SCORES if name != "dup_of"),
-        pl.when(pl.col("dup_of") >= 0).then("dup_of").alias("dup_of"),
-    )
-
-
-def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl.DataFrame:
-    """Losses by batch and order of its rows; of groups that do not fit their batches, none."""
-    sizes = dict(rows.group_by("batch").len().iter_rows())
-    batches: list[int] = []
-    counts: list[int] = []
-    values: list[np.ndarray] = []
-    for columns in parts:
-        n_batches, n_losses = columns["n_batches"].tolist(), columns["n_losses"].tolist()
-        of_group = np.split(columns["batch"], np.cumsum(n_batches)[:-1])
-        losses = np.split(columns["loss"], np.cumsum(n_losses)[:-1])
-        for group, loss in zip(of_group, losses, strict=True):
-            n = [sizes.get(int(batch), 0) for batch in group]
-            if sum(n) == len(loss):  # else a batch of them was dropped, and none can be told
-                batches += group.tolist()
-                counts += n
-                values.append(loss)
-    return pl.DataFrame(
-        {
-            "batch": np.repeat(np.asarray(batches, np.int64), np.asarray(counts, np.int64)),
-            "order": np.concatenate([np.arange(n) for n in counts]) if counts else _NONE,
-            "loss": np.concatenate(values) if values else _NONE.astype(np.float32),
-        }
-    )
-
-
-def _stacked(parts: Sequence[Mapping[str, np.ndarray]], *names: str) -> pl.DataFrame:
-    """Integer columns of frames, one below the other."""
-    empty = pl.DataFrame(schema=dict.fromkeys(names, pl.Int64))
-    frames = [pl.DataFrame(dict(one)).select(names).cast(pl.Int64) for one in parts]
-    return pl.concat([empty, *frames])
-
-
-def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:
-    parts = [
-        pl.DataFrame(
-            {
-                **{name: values.astype(np.int64) for name, values in frame.columns.items()},
-                **{name: pl.Series(v, dtype=pl.String) for name, v in frame.strings.items()},
-            }
-        )
-        for frame in frames
-        if frame.kind == "samples"
-    ]
-    empty = pl.DataFrame(schema=polars_schema(schema.SAMPLES))
-    frame = pl.concat([empty, *parts], how="diagonal")
-    return frame.with_columns(_null_where_marked("row", "n_tokens"))
-
-
-def _signals_of(frames: Iterable[Frame]) -> pl.DataFrame:
-    columns = polars_schema(schema.SIGNALS)
-    parts = [pl.DataFrame(schema=columns)]
-    for frame in frames:
-        if frame.kind == "signals":
-            n = len(frame.columns["value"])
-            part = pl.DataFrame(
-                {
-                    **frame.columns,
-                    **{name: pl.Series(v, dtype=pl.String) for name, v in frame.strings.items()},
-                    "step": np.full(n, frame.scalars["step"], np.int64),
-                }
-            )
-            part = part.cast({"layer": pl.Int32, "head": pl.Int32, "n_rows": pl.Int32})
-            part = part.with_columns(_null_where_marked("layer", "head", "n_rows"))
-            parts.append(part)
-        elif frame.kind == "scalars":
-            wide = pl.DataFrame(
-                {
-                    name: values.astype(np.int64 if name == "step" else np.float64)
-                    for name, values in frame.columns.items()
-                }
-            )
-            long = wide.unpivot(index="step", variable_name="signal", value_name="value")
-            # Not measured is no row; a loss that is NaN was measured.
-            long = long.filter(pl.col("value").is_not_nan() | (pl.col("signal") == "loss"))
-            parts.append(long.with_columns(pl.lit("step").alias("kind")))
-    table = pl.concat(parts, how="diagonal_relaxed")
-    # A step that was discarded and tried again is measured again: the last counts.
-    whole = ["step", "signal", "kind", "site", "layer", "head", "segment", "variant"]
-    table = table.unique(whole, keep="last", maintain_order=True)
-    return table.with_columns(
-        pl.col("site").fill_null(""),
-        pl.when((pl.col("kind") == "step") | pl.col("value").is_not_nan()).then("value"),
-    )
-
-
-def _null_where_marked(*names: str) -> list[pl.Expr]:
-    return [pl.when(pl.col(name) != NULL).then(name).alias(name) for name in names]
-
-
-_BUILDERS: Final[Mapping[str, Callable[[Iterable[Frame]], pl.DataFrame]]] = {
-    "exposures": _exposures_of,
-    "samples": _samples_of,
-    "signals": _signals_of,
-}
-assert set(_BUILDERS) == set(LEDGERS)

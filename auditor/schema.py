@@ -197,6 +197,7 @@ COMPOSITION: Final[Mapping[str, str]] = {
     "n_scored": "i64",  # rows whose duplication was scored
     "n_duplicate": "i64",  # rows with duplication at or above the threshold
     "n_repetitive": "i64",  # rows flagged as repetitive
+    "n_distinct": "i64",  # rows whose content was not seen before, as far as it was scored
     "n_tokens": "i64",
     "repetition": "f64",  # mean over scored rows
 }

@@ -33,8 +33,8 @@ from auditor.clean.shards import Shard
 from auditor.errors import ManifestError, SchemaVersionError, ShardError
 from auditor.files import atomic, sha256, sha256_of
 from auditor.measure.substrings import cut
-from auditor.run import polars_schema
 from auditor.schema import MANIFEST_VERSION, ROWS
+from auditor.tables import polars_schema
 
 ROWS_SCHEMA: Final = polars_schema(ROWS)
 

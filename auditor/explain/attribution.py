@@ -20,7 +20,7 @@ Association, not causation: a replay with and without the samples is the test of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,8 +30,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from auditor import schema
-from auditor.run import polars_schema
 from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
+from auditor.tables import polars_schema
 
 LOOKBACK_STEPS: Final = 40
 STRETCH_STEPS: Final = 10
@@ -67,8 +67,12 @@ class Windows:
     n_control: int
 
 
+Exposures = Callable[[int, int], pl.LazyFrame]
+"""Exposures (``schema.EXPOSURES_JOINED``) of the steps from one to another, both included."""
+
+
 def suspects_of(
-    events: pl.DataFrame, composition: pl.DataFrame, exposures: pl.LazyFrame
+    events: pl.DataFrame, composition: pl.DataFrame, exposures: Exposures
 ) -> tuple[pl.DataFrame, dict[int, float]]:
     """What stands out before each event (``schema.SUSPECTS``), and the least p each could give.
 
@@ -331,7 +335,7 @@ def _verdict(row: Mapping[str, Any], is_input_first: bool, is_before: bool) -> s
 
 def _named(
     row: Mapping[str, Any],
-    exposures: pl.LazyFrame,
+    exposures: Exposures,
     steps: NDArray[np.int64],
     totals: NDArray[np.float64],
     place: int,
@@ -347,11 +351,10 @@ def _named(
     in_control = slice(begin, n_control)
     window, control = ((int(steps[s][0]), int(steps[s][-1])) for s in (in_stretch, in_control))
     own = (
-        exposures.filter(pl.col("state") == "trained")
+        exposures(control[0], window[1])
+        .filter(pl.col("state") == "trained")
         .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
-        .filter(
-            (pl.col("source") == row["name"]) & pl.col("step").is_between(control[0], window[1])
-        )
+        .filter(pl.col("source") == row["name"])
         .select("step", "key", "sample_id", "shard", "dup_of", "duplication", "repetition")
         .collect()
     )

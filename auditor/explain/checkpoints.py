@@ -24,7 +24,8 @@ from auditor.measure.recovery import (
     find_drop,
     grade_at,
 )
-from auditor.run import Run, polars_schema
+from auditor.run import Run
+from auditor.tables import polars_schema
 
 NEIGHBOUR_STEPS: Final = 100
 """The lowest grade is looked for among so many steps before a checkpoint, and after it."""

@@ -1,34 +1,250 @@
-"""What the model saw per step and source: the table that reports and the join read."""
+"""What the model saw per step and source: the table that reports and the join read.
+
+It is summed straight from the ledgers, one at a time: the rows of a long run, of which there may be
+hundreds of millions, are never a table. Memory: about 20 bytes per exposure of the largest ledger,
+30 per described sample.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from auditor import schema
-from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
+from auditor.ledger import NULL, Frame, LedgerReader
+from auditor.measure.agreement import similarity
+from auditor.run import Run, rolled_back
+from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
+from auditor.tables import polars_schema, steps_of_batches
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
 
+_TRAINED: Final = STATES.index("trained")
+_IS_DUPLICATE: Final = similarity(np.arange(256)) >= DUPLICATE_SIMILARITY
+"""By number of equal sketch bytes; those of ``UNSCORED`` are looked at nowhere."""
 
-def composition_of(exposures: pl.LazyFrame) -> pl.DataFrame:
-    """Trained exposures summed per attempt, step and source, over ranks: ``schema.COMPOSITION``."""
-    scored = pl.col("duplication").is_not_null()
+_MOST_GROUPS: Final = 1 << 24
+"""Steps times sources up to which sums are kept for all of them, whether they occur or not."""
+
+_COUNTS: Final = ("n_samples", "n_scored", "n_duplicate", "n_repetitive", "n_distinct", "n_tokens")
+
+
+def composition_of(run: Run) -> pl.DataFrame:
+    """Trained exposures summed per attempt, step and source, over ranks: ``schema.COMPOSITION``.
+
+    The effective view: what a later attempt rolled back is left out.
+    """
+    described = _Described(run)
+    parts = []
+    for rank, attempt, path in run.ledgers("exposures"):
+        sums = _sums(_consumed(LedgerReader(path)), described, rank, attempt)
+        parts.append(
+            pl.DataFrame(sums, schema_overrides={"step": pl.Int64, "code": pl.Int64}).with_columns(
+                pl.lit(rank, pl.Int32).alias("rank"), pl.lit(attempt, pl.Int32).alias("attempt")
+            )
+        )
+    if not parts:
+        return pl.DataFrame(schema=polars_schema(schema.COMPOSITION))
+    names = dict(enumerate(described.sources))
     return (
-        exposures.filter(pl.col("state") == "trained")
-        .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
-        .group_by("attempt", "step", "source")
-        .agg(
-            n_samples=pl.len().cast(pl.Int64),
-            n_scored=scored.sum().cast(pl.Int64),
-            n_duplicate=(pl.col("duplication") >= DUPLICATE_SIMILARITY).sum().cast(pl.Int64),
-            n_repetitive=(pl.col("repetition") >= REPETITIVE_SHARE).sum().cast(pl.Int64),
-            n_tokens=pl.col("n_tokens").sum().cast(pl.Int64),
-            repetition=pl.col("repetition").cast(pl.Float64).mean(),
+        pl.concat(parts)
+        .filter(~rolled_back(run.first_steps()))
+        .group_by("attempt", "step", "code")
+        .agg(pl.col(*_COUNTS, "repetition").sum())
+        .with_columns(
+            source=pl.col("code").replace_strict(names, return_dtype=pl.String),
+            repetition=pl.when(pl.col("n_scored") > 0).then(
+                pl.col("repetition") / pl.col("n_scored")
+            ),
         )
         .sort("step", "attempt", "source")
         .select(list(schema.COMPOSITION))
-        .collect()
     )
+
+
+# -- samples ---------------------------------------------------------------------------------
+
+
+class _Described:
+    """Source and length of the samples of a run, by attempt, rank and key.
+
+    ``sources`` are the names that codes number, in alphabetical order.
+    """
+
+    def __init__(self, run: Run) -> None:
+        table = (
+            run.scan("samples")
+            .select(
+                "attempt", "rank", "key", pl.col("source").fill_null(UNKNOWN_SOURCE), "n_tokens"
+            )
+            .collect()
+        )
+        self.sources = sorted({*table["source"].unique(), UNKNOWN_SOURCE})
+        codes = {name: code for code, name in enumerate(self.sources)}
+        self._unknown = codes[UNKNOWN_SOURCE]
+        table = table.with_columns(
+            pl.col("source").replace_strict(codes, return_dtype=pl.Int32),
+            pl.col("n_tokens").fill_null(0),
+        )
+        self._table = table
+
+    def look_up(
+        self, attempt: int, rank: int, keys: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Code of the source and length of each key's sample, i64 [n] each."""
+        code, length = np.full(len(keys), self._unknown), np.zeros(len(keys), np.int64)
+        of_attempt = self._table.filter(pl.col("attempt") == attempt)
+        own = _Table(of_attempt.filter(pl.col("rank") == rank))
+        missing = ~own.look_up(keys, code, length)
+        if missing.any():
+            # Where one rank reads for the others, it alone has described the samples.
+            others = _Table(of_attempt.unique("key", keep="first", maintain_order=True))
+            more = code[missing], length[missing]
+            others.look_up(keys[missing], *more)
+            code[missing], length[missing] = more
+        return code, length
+
+
+class _Table:
+    """Codes and lengths by key; columns ``key`` (distinct), ``source`` (a code), ``n_tokens``."""
+
+    def __init__(self, described: pl.DataFrame) -> None:
+        described = described.sort("key")
+        self._keys = described["key"].to_numpy()
+        self._codes = described["source"].to_numpy()
+        self._lengths = described["n_tokens"].to_numpy()
+        self._places: NDArray[np.int32] | None = None
+        # Indices of a dataset are looked up at once; hashes of ids are searched for.
+        if len(self._keys) and self._keys[0] >= 0 and self._keys[-1] < 16 * len(self._keys) + 4096:
+            self._places = np.full(int(self._keys[-1]) + 2, -1, np.int32)
+            self._places[self._keys] = np.arange(len(self._keys))
+
+    def look_up(
+        self, keys: NDArray[np.int64], code: NDArray[np.int64], length: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Put in what is known of these keys; returns of which something is, bool [n]."""
+        if not len(self._keys):
+            return np.zeros(len(keys), np.bool_)
+        if self._places is not None:
+            inside = np.where(keys < 0, len(self._places) - 1, keys)
+            place = self._places[np.minimum(inside, len(self._places) - 1)]
+            known = place >= 0
+        else:
+            place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+            known = self._keys[place] == keys
+        place = place[known]
+        code[known], length[known] = self._codes[place], self._lengths[place]
+        return known
+
+
+# -- exposures -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Consumed:
+    """What one ledger tells of trained exposures; **n** of them, in **B** batches."""
+
+    step: NDArray[np.int64]  # [B]
+    n_samples: NDArray[np.int64]  # [B]
+    key: NDArray[np.int64]  # [n]
+    n_tokens: NDArray[np.int64]  # [n], NULL where the whole sample was seen
+    equal: NDArray[np.uint8]  # [n] equal sketch bytes, the higher of batch and window; or UNSCORED
+    is_first: NDArray[np.bool_]  # [n] content not seen before in the run
+    repetition: NDArray[np.uint16]  # [n] of 65535
+
+
+def _consumed(frames: Iterable[Frame]) -> _Consumed:
+    parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
+    steps: list[Frame] = []
+    for frame in frames:
+        if frame.kind in ("steps", "renumbered"):
+            steps.append(frame)
+        else:
+            parts.setdefault(frame.kind, []).append(frame.columns)
+    step, state = steps_of_batches(steps)
+    batches, scores = parts.get("batches", []), parts.get("scores", [])
+    batch, size = (_joined(batches, name, np.int64) for name in ("batch", "n_samples"))
+    key = _joined(batches, "key", np.int64)
+    unseen = [np.full(len(one["key"]), NULL, np.int64) for one in batches]
+    whole = zip(batches, unseen, strict=True)
+    n_tokens = _joined([{"n": one.get("n_tokens", none)} for one, none in whole], "n", np.int64)
+    # Scores lie in the order of the rows of their batches, wherever these are.
+    starts = np.full(int(batch.max(initial=-1)) + 1, -1, np.int64)
+    starts[batch] = np.cumsum(size) - size
+    of_scores, n_scores = (_joined(scores, name, np.int64) for name in ("batch", "n_samples"))
+    is_there = of_scores < len(starts)
+    start = np.where(is_there, starts[np.where(is_there, of_scores, 0)] if len(starts) else -1, -1)
+    within = np.arange(n_scores.sum()) - np.repeat(np.cumsum(n_scores) - n_scores, n_scores)
+    row = np.repeat(start, n_scores) + within
+    row_is_there = np.repeat(start >= 0, n_scores)
+    row = row[row_is_there]
+
+    def scored(name: str, kind: Any, default: int) -> NDArray[Any]:
+        values = np.full(len(key), default, kind)
+        values[row] = _joined(scores, name, kind)[row_is_there]
+        return values
+
+    by_batch, by_window = (scored(n, np.uint8, UNSCORED) for n in ("equal_batch", "equal_window"))
+    closed = batch < len(state)
+    trained = np.zeros(len(batch), np.bool_)
+    trained[closed] = state[batch[closed]] == _TRAINED
+    rows = np.repeat(trained, size)
+    return _Consumed(
+        step=step[batch[trained]],
+        n_samples=size[trained],
+        key=key[rows],
+        n_tokens=n_tokens[rows],
+        equal=np.where(by_batch == UNSCORED, UNSCORED, np.maximum(by_batch, by_window))[rows],
+        is_first=scored("dup_run", np.int64, 0)[rows] == 0,
+        repetition=scored("repetition", np.uint16, 0)[rows],
+    )
+
+
+def _joined(parts: Sequence[Mapping[str, np.ndarray]], name: str, kind: Any) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, kind), *(one[name].astype(kind) for one in parts)])
+
+
+def _sums(
+    consumed: _Consumed, described: _Described, rank: int, attempt: int
+) -> dict[str, NDArray[Any]]:
+    """By step and code of the source: ``_COUNTS``, and the sum of repetitions over scored rows."""
+    steps, of_batch = np.unique(consumed.step, return_inverse=True)
+    code, length = described.look_up(attempt, rank, consumed.key)
+    group = np.repeat(of_batch * len(described.sources), consumed.n_samples) + code
+    n_groups = len(steps) * len(described.sources)
+    places = np.arange(n_groups)
+    if n_groups > _MOST_GROUPS:
+        places, group = np.unique(group, return_inverse=True)
+    scored = consumed.equal != UNSCORED
+    near = scored & _IS_DUPLICATE[consumed.equal]
+    repetition = (consumed.repetition.astype(np.float64) / 65535).astype(np.float32)
+    n_tokens = np.where(consumed.n_tokens == NULL, length, consumed.n_tokens)
+
+    def count(chosen: Any) -> NDArray[np.int64]:
+        return np.bincount(group[chosen], minlength=len(places))
+
+    def total(values: NDArray[Any]) -> NDArray[np.float64]:
+        return np.bincount(group, values, len(places)).astype(np.float64)
+
+    sums = {
+        "n_samples": count(slice(None)),
+        "n_scored": count(scored),
+        "n_duplicate": count(near),
+        "n_repetitive": count(scored & (repetition >= np.float32(REPETITIVE_SHARE))),
+        "n_distinct": count((consumed.is_first | ~scored) & ~near),
+        "n_tokens": total(n_tokens).astype(np.int64),
+        "repetition": total(np.where(scored, repetition, 0)),
+    }
+    some = np.flatnonzero(sums["n_samples"])
+    step, code = np.divmod(places[some], len(described.sources))
+    return {
+        "step": steps[step] if len(steps) else step,
+        "code": code,
+        **{name: values[some] for name, values in sums.items()},
+    }

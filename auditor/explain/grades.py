@@ -11,7 +11,8 @@ import polars as pl
 from auditor import schema
 from auditor.measure.grading import DEFAULT_POLICY, Alert, Policy
 from auditor.measure.judging import JUDGED, STEP_SIGNALS, Judge, Judgement, StepJudge
-from auditor.run import Run, polars_schema
+from auditor.run import Run
+from auditor.tables import polars_schema
 
 
 def graded_kind(signals: pl.DataFrame) -> str:

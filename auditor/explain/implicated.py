@@ -7,9 +7,11 @@ from typing import Any, Final
 
 import polars as pl
 
-from auditor.explain.attribution import LOOKBACK_STEPS, blamed_sources
+from auditor import schema
+from auditor.explain.attribution import LOOKBACK_STEPS, Exposures, blamed_sources
 from auditor.run import Run
 from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
+from auditor.tables import polars_schema
 
 SCHEMA: Final[Mapping[str, Any]] = {
     "sample_id": pl.String,
@@ -27,16 +29,13 @@ SCHEMA: Final[Mapping[str, Any]] = {
 
 
 def implicated_exposures(
-    events: pl.DataFrame, suspects: pl.DataFrame, exposures: pl.LazyFrame
+    events: pl.DataFrame, suspects: pl.DataFrame, exposures: Exposures
 ) -> pl.LazyFrame:
     """Trained exposures of blamed sources that are near-duplicates, or repetitive, around an event.
 
     From ``LOOKBACK_STEPS`` before the last healthy sample to the trough. Columns of
     ``schema.EXPOSURES_JOINED``, and ``event`` (i32): an exposure between two events is there twice.
     """
-    trained = exposures.filter(pl.col("state") == "trained").with_columns(
-        pl.col("source").fill_null(UNKNOWN_SOURCE)
-    )
     bad = {
         "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
         "repetition": pl.col("repetition") > 0.0,
@@ -44,13 +43,16 @@ def implicated_exposures(
     parts = []
     for row in blamed_sources(suspects).iter_rows(named=True):
         event = events.filter(pl.col("event") == row["event"]).row(0, named=True)
-        inside = pl.col("step").is_between(
-            event["onset_low"] - LOOKBACK_STEPS, event["trough_step"], closed="right"
+        inside = exposures(event["onset_low"] - LOOKBACK_STEPS + 1, event["trough_step"])
+        of_source = (
+            inside.filter(pl.col("state") == "trained")
+            .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+            .filter((pl.col("source") == row["name"]) & bad[row["feature"]])
         )
-        of_source = trained.filter(inside & (pl.col("source") == row["name"]) & bad[row["feature"]])
         parts.append(of_source.with_columns(event=pl.lit(row["event"], pl.Int32)))
+    columns = pl.Schema({**polars_schema(schema.EXPOSURES_JOINED), "event": pl.Int32()})
     if not parts:
-        return trained.filter(False).with_columns(event=pl.lit(None, pl.Int32))
+        return pl.LazyFrame(schema=columns)
     return pl.concat(parts).unique(
         ["attempt", "rank", "batch", "position", "part", "event"], maintain_order=True
     )
@@ -63,7 +65,7 @@ def implicated_samples(run: Run, events: pl.DataFrame, suspects: pl.DataFrame) -
     null where the run has none.
     """
     samples = (
-        implicated_exposures(events, suspects, run.scan("exposures"))
+        implicated_exposures(events, suspects, run.exposures)
         .group_by("sample_id")
         .agg(
             pl.first("source", "shard", "row"),

@@ -24,11 +24,10 @@ def explain(run: Run) -> Explanation:
         SchemaVersionError: a ledger is of another version of the format.
     """
     signals = run.scan("signals").collect()
-    exposures = run.scan("exposures")
-    composition = composition_of(exposures)
+    composition = composition_of(run)
     grades = grades_of(signals, policy_of(run))
     events = events_of(signals, grades)
-    suspects, smallest_p = suspects_of(events, composition, exposures)
+    suspects, smallest_p = suspects_of(events, composition, run.exposures)
     diagnoses = diagnose(events, suspects, signals)
     with contextlib.suppress(OSError):  # a run on a read-only disk is explained all the same
         for table, frame in (

@@ -7,7 +7,7 @@ import pytest
 
 from auditor import schema
 from auditor.clean.proposal import NO_CHANGE, propose
-from auditor.run import polars_schema
+from auditor.tables import polars_schema
 
 
 def suspects(*rows: tuple[str, str]) -> pl.DataFrame:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from compositions import composition_of_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -18,9 +19,8 @@ from auditor.explain.attribution import (
     clusters_of,
     suspects_of,
 )
-from auditor.explain.composition import composition_of
 from auditor.explain.implicated import implicated_exposures
-from auditor.run import polars_schema
+from auditor.tables import polars_schema
 
 BATCH = 32
 SOURCES = ("books", "code", "web", "wiki")
@@ -99,8 +99,13 @@ def event(kind: str, low: int, high: int, **more: Any) -> dict[str, Any]:
 
 
 def suspects(exposures: pl.DataFrame, *rows: dict[str, Any]) -> pl.DataFrame:
-    found, _ = suspects_of(numbered(*rows), composition_of(exposures.lazy()), exposures.lazy())
+    composition = composition_of_rows(exposures.lazy())
+    found, _ = suspects_of(numbered(*rows), composition, of_steps(exposures))
     return found
+
+
+def of_steps(exposures: pl.DataFrame) -> Any:
+    return lambda low, high: exposures.lazy().filter(pl.col("step").is_between(low, high))
 
 
 def numbered(*rows: dict[str, Any]) -> pl.DataFrame:
@@ -240,7 +245,9 @@ def test_implicated_are_the_bad_exposures_of_the_blamed_source_around_the_event(
 ) -> None:
     exposures = stream(seed=0, burst="books", feature=feature, decoy="web")
     events = numbered(*INPUT_THEN_MODEL)
-    found = implicated_exposures(events, suspects(exposures, *INPUT_THEN_MODEL), exposures.lazy())
+    found = implicated_exposures(
+        events, suspects(exposures, *INPUT_THEN_MODEL), of_steps(exposures)
+    )
     planted = exposures.filter(
         (pl.col("source") == "books")
         & (pl.col(feature) > 0.5)
@@ -250,7 +257,7 @@ def test_implicated_are_the_bad_exposures_of_the_blamed_source_around_the_event(
     assert set(of_first["key"]) == set(planted["key"])
     innocent = stream(seed=0, decoy="web")
     nothing = implicated_exposures(
-        events, suspects(innocent, *INPUT_THEN_MODEL), innocent.lazy()
+        events, suspects(innocent, *INPUT_THEN_MODEL), of_steps(innocent)
     ).collect()
     assert nothing.is_empty()
     assert nothing.schema == of_first.schema

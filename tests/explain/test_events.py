@@ -12,7 +12,7 @@ from auditor import schema
 from auditor.explain.diagnosis import diagnose
 from auditor.explain.events import events_of
 from auditor.explain.grades import grades_of
-from auditor.run import polars_schema
+from auditor.tables import polars_schema
 
 EVERY = 5
 SAMPLES = 100

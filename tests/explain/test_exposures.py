@@ -19,7 +19,7 @@ from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.errors import RunError
 from auditor.explain.exposures import WINDOW, replay_order, seen
 from auditor.record.recorder import recorder_for
-from auditor.run import polars_schema
+from auditor.tables import polars_schema
 
 # -- runs recorded from a loop that keeps its own log ---------------------------------------------
 
@@ -444,6 +444,11 @@ class MadeRun(Run):
             "samples": _table([], schema.SAMPLES),
             "signals": _table([], schema.SIGNALS),
         }
+
+    def first_steps(self) -> list[tuple[int, int, int]]:
+        trained = self.made["exposures"].filter(pl.col("state") == "trained")
+        first = trained.group_by("rank", "attempt").agg(pl.min("step"))
+        return [*first.select("rank", "attempt", "step").iter_rows()]
 
     def _facts(self, table: str) -> pl.LazyFrame:
         return self.made[table].lazy()

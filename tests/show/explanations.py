@@ -11,7 +11,7 @@ import polars as pl
 from auditor import schema
 from auditor.clean.proposal import NO_CHANGE, Proposal
 from auditor.explain.explanation import Diagnosis, Explanation
-from auditor.run import polars_schema
+from auditor.tables import polars_schema
 
 EVERY = 5
 
@@ -118,6 +118,7 @@ def composition(
                     "n_scored": 8,
                     "n_duplicate": 7 if repeats else int(i == 1),
                     "n_repetitive": 0,
+                    "n_distinct": 0,
                     "n_tokens": 512,
                     "repetition": 0.05,
                 }
