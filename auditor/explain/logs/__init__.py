@@ -1,0 +1,1 @@
+"""Training logs of other tools, read into run directories: losses, norms, rates, no exposures."""
