@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from auditor.record.identity import Located
     from auditor.record.monitor import GradeMonitor
     from auditor.record.sampler import AuditedSampler
+    from auditor.replaying import replay
     from auditor.run import Run
 
-__all__ = ["AuditedSampler", "DocumentIndex", "GradeMonitor", "Located", "Run", "load_manifest"]
+__all__ = [
+    "AuditedSampler",
+    "DocumentIndex",
+    "GradeMonitor",
+    "Located",
+    "Run",
+    "load_manifest",
+    "replay",
+]
 __version__ = _version("auditor")
 
 _HOMES = {
@@ -32,6 +41,8 @@ _HOMES = {
     "Located": "auditor.record.identity",
     "Run": "auditor.run",
     "load_manifest": "auditor.clean.manifest",
+    # A module of the same name would hide the function as soon as it was imported.
+    "replay": "auditor.replaying",
 }
 
 
