@@ -10,15 +10,19 @@ import polars as pl
 
 from auditor import schema
 from auditor.measure.grading import DEFAULT_POLICY, Alert, Policy
-from auditor.measure.judging import JUDGED, STEP_SIGNALS, Judge, Judgement, StepJudge
+from auditor.measure.judging import JUDGED, STEP_SIGNALS, Judge, Judgement, StepJudge, graded_of
 from auditor.run import Run
 from auditor.tables import polars_schema
 
 
 def graded_kind(signals: pl.DataFrame) -> str:
-    """``probe`` where the run has a probe, else ``live``."""
-    ranks = signals.filter(pl.col("signal") == "token_rank")
-    return "probe" if (ranks["kind"] == "probe").any() else "live"
+    """``probe`` or ``live``: what the first attempt of the first rank among these is graded on."""
+    ranks = signals.filter(pl.col("signal") == "token_rank").select(
+        "rank", "attempt", "step", "kind", "signal"
+    )
+    sample = ["rank", "attempt", "step"]
+    first = ranks.select(sample).sort(sample).head(1)
+    return graded_of(ranks.join(first, on=sample).to_dicts()) or "live"
 
 
 def policy_of(run: Run) -> Policy:
@@ -38,13 +42,12 @@ def judgements_of(
 
     Each attempt is judged on its own, as it was live.
     """
-    kind = graded_kind(signals)
     wanted = signals.filter(pl.col("signal").is_in(list(JUDGED)) & _of_rank(rank)).select(
         "attempt", "step", "kind", "layer", "variant", "signal", "value"
     )
     wanted = wanted.with_columns(pl.col("value").fill_null(math.nan))
     for (attempt,), own in wanted.sort("attempt", "step").group_by("attempt", maintain_order=True):
-        judge = Judge(policy, graded=kind)
+        judge = Judge(policy)
         for (step,), sample in own.group_by("step", maintain_order=True):
             judgement = judge.update(int(str(step)), sample.to_dicts())
             if judgement is not None:
@@ -86,16 +89,18 @@ def _of_rank(rank: int | None) -> pl.Expr:
 
 def grades_of(signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY) -> pl.DataFrame:
     """Grades of all sampled steps: ``schema.GRADES``."""
-    return grades_table(judgements_of(signals, policy), graded_kind(signals))
+    return grades_table(judgements_of(signals, policy))
 
 
-def grades_table(judgements: Iterable[tuple[int, Judgement]], kind: str) -> pl.DataFrame:
-    """Grades of judged steps: ``schema.GRADES``."""
+def grades_table(
+    judgements: Iterable[tuple[int, Judgement]], kind: str | None = None
+) -> pl.DataFrame:
+    """Grades of judged steps: ``schema.GRADES``; ``kind`` is each attempt's own, if not given."""
     rows = [
         {
             "attempt": attempt,
             "step": judgement.grade.step,
-            "kind": kind,
+            "kind": kind or judgement.kind,
             "layer": judgement.grade.layer,
             "ratio": judgement.grade.ratio if math.isfinite(judgement.grade.ratio) else None,
             "grade": judgement.grade.grade,

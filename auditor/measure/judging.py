@@ -38,6 +38,8 @@ class Judgement:
     grade: Grade
     deviations: Sequence[Deviation]
     alerts: Sequence[Alert]
+    kind: str
+    """``probe`` or ``live``: the forward whose blocks are graded."""
 
     @property
     def suspicious(self) -> bool:
@@ -48,12 +50,16 @@ class Judgement:
 class Judge:
     """Judges the samples of one attempt in order.
 
+    The probe is graded, where the first sample that shows any block shows the probe's, else the
+    training batch: a probe that fails from the start silences no grade. It stays so, for the two
+    are not compared with each other.
+
     Args:
         policy: thresholds of grades and alerts.
-        graded: ``probe`` or ``live``: the forward whose blocks are graded.
+        graded: ``probe`` or ``live``: the forward whose blocks are graded, where it is known.
     """
 
-    def __init__(self, policy: Policy = DEFAULT_POLICY, *, graded: str) -> None:
+    def __init__(self, policy: Policy = DEFAULT_POLICY, *, graded: str | None = None) -> None:
         self._policy = policy
         self._graded = graded
         self._grader = Grader(policy)
@@ -69,6 +75,10 @@ class Judge:
 
         None where the graded forward is not among them, because it failed.
         """
+        if self._graded is None:
+            self._graded = graded_of(rows)
+        if self._graded is None:
+            return None
         raw, column = (ratios_of(rows, self._graded, variant) for variant in ("raw", "column"))
         if not raw:
             return None
@@ -81,7 +91,8 @@ class Judge:
             self._alerts["grade"].of_grade(grade),
             *(self._alert(signal, by_signal.get(signal), grade) for signal in others),
         ]
-        return Judgement(grade, deviations, [alert for alert in raised if alert is not None])
+        told = [alert for alert in raised if alert is not None]
+        return Judgement(grade, deviations, told, self._graded)
 
     def _alert(self, signal: str, deviation: Deviation | None, grade: Grade) -> Alert | None:
         alerts = self._alerts.setdefault(signal, Alerts(signal, self._policy))
@@ -148,6 +159,12 @@ def measured_of(columns: Mapping[str, Any], place: int) -> dict[str, float]:
     """The ``STEP_SIGNALS`` of one of many steps, f64 [n] by name; a NaN norm was not measured."""
     found = {name: float(columns[name][place]) for name in STEP_SIGNALS if name in columns}
     return {name: v for name, v in found.items() if name == "loss" or not math.isnan(v)}
+
+
+def graded_of(rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """The forward to be graded, by the rows of one step; None where no block was seen."""
+    kinds = {row["kind"] for row in rows if row["signal"] == "token_rank"}
+    return next((kind for kind in ("probe", "live") if kind in kinds), None)
 
 
 def ratios_of(rows: Iterable[Mapping[str, Any]], kind: str, variant: str) -> dict[int, float]:

@@ -164,8 +164,7 @@ class GradeMonitor:
         self._new_alerts: collections.deque[Alert] = collections.deque(maxlen=ALERTS_KEPT)
         # What follows belongs to the recorder's thread.
         self._signals = Signals(self.sites)
-        self._graded = "live" if probe is None else "probe"
-        self._judge = Judge(policy, graded=self._graded)
+        self._judge = Judge(policy)
         self._step_judge = StepJudge(policy)
         self._hurry = False  # scalars are to be sent at the next step
         self._losses: collections.deque[float] = collections.deque(maxlen=SCALARS_STEPS)
@@ -450,7 +449,7 @@ class GradeMonitor:
         if judgement is not None:
             grade = judgement.grade
             value = np.nan if grade.grade is None else grade.grade
-            row = {"kind": self._graded, "signal": "grade", "layer": grade.layer, "value": value}
+            row = {"kind": judgement.kind, "signal": "grade", "layer": grade.layer, "value": value}
             rows.append(row)
             _append(self.grades, grade)
         self._recorder.append_signals(frame_of(step, rows))

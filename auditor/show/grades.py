@@ -102,7 +102,7 @@ def grade_run(run: Run, policy: Policy | None = None) -> Graded:
     policy = policy_of(run) if policy is None else policy
     kind = graded_kind(signals)
     ranks = signals.filter(pl.col("signal") == "token_rank")["rank"].unique().sort().to_list()
-    first, *others = (_grade_rank(signals, policy, kind, rank) for rank in ranks)
+    first, *others = (_grade_rank(signals, policy, rank) for rank in ranks)
     live = (
         signals.filter((pl.col("signal") == "grade") & (pl.col("rank") == first.rank))
         .select("attempt", "step", live=pl.col("value").cast(pl.Int32))
@@ -112,10 +112,10 @@ def grade_run(run: Run, policy: Policy | None = None) -> Graded:
     return Graded(policy, kind, first.grades, first.alerts, len(live), n_other, first.rank, others)
 
 
-def _grade_rank(signals: pl.DataFrame, policy: Policy, kind: str, rank: int) -> RankGraded:
+def _grade_rank(signals: pl.DataFrame, policy: Policy, rank: int) -> RankGraded:
     judged = list(judgements_of(signals, policy, rank))
     alerts = alerts_of(judged, step_alerts_of(signals, policy, rank))
-    return RankGraded(rank, grades_table(judged, kind), alerts)
+    return RankGraded(rank, grades_table(judged), alerts)
 
 
 def grades_as_json(graded: Graded) -> Mapping[str, Any]:

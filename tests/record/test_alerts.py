@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,56 @@ def test_alerts_of_a_finished_run_are_those_that_were_raised_live(
     signals = Run.open(run).scan("signals").collect()
     again = alerts_of(judgements_of(signals, EARLY), step_alerts_of(signals, EARLY))
     assert again == monitor.alerts
+
+
+def probe_failing(at: Collection[int]) -> Callable[[], torch.Tensor]:
+    """A probe for samples of which these, by number, fail."""
+    samples = itertools.count()
+
+    def probe() -> torch.Tensor:
+        if next(samples) in at:
+            raise FileNotFoundError("the held-out batch is gone")
+        return windows(8, seed=5)
+
+    return probe
+
+
+@pytest.mark.parametrize(
+    ("failing", "graded", "steps"),
+    [
+        (range(100), "live", range(0, 60, 5)),  # it never worked
+        ([0], "live", range(0, 60, 5)),  # it stays what it was: the two are not compared
+        ([3, 4], "probe", [*range(0, 15, 5), *range(25, 60, 5)]),  # those samples are left out
+    ],
+)
+def test_failing_probe_silences_no_grade_and_live_is_graded_as_offline(
+    failing: Collection[int], graded: str, steps: Sequence[int], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    run, model = tmp_path / "run", GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    monitor = GradeMonitor(
+        model, run=run, every=5, policy=EARLY, probe=probe_failing(failing),
+        probe_loss=next_byte_loss,
+    )  # fmt: skip
+    for step in range(60):
+        if step == 35:
+            damage(model)
+        loss = next_byte_loss(model, windows(4, seed=step))
+        loss.backward()
+        model.zero_grad()
+        monitor.step(loss)
+    monitor.close()
+    assert [grade.step for grade in monitor.grades] == list(steps)
+    assert ("grade", "danger") in {(alert.signal, alert.level) for alert in monitor.alerts}
+    found = CliRunner().invoke(main, ["grade", str(run), "--json"])
+    offline = json.loads(found.output)
+    assert offline["kind"] == graded
+    assert {row["kind"] for row in offline["grades"]} == {graded}
+    assert [row["step"] for row in offline["grades"]] == list(steps)
+    assert offline["live"] == {"sampled_steps": len(steps), "graded_otherwise": 0}
+    assert sorted(alert["message"] for alert in offline["alerts"]) == sorted(
+        alert.message for alert in monitor.alerts
+    )
 
 
 class SyncCounter(TorchDispatchMode):
