@@ -84,6 +84,7 @@ def test_every_command_has_help_with_an_example() -> None:
         "explain",
         "exposures",
         "grade",
+        "import",
         "recover",
         "replay-order",
         "report",

@@ -11,6 +11,7 @@ from auditor.cli.cleaned import explain, restore, sketch, verify
 from auditor.cli.cleaning import dedupe
 from auditor.cli.command import Group
 from auditor.cli.demo import demo
+from auditor.cli.importing import import_
 from auditor.cli.reading import exposures, grade, replay_order, report, sites, watch
 from auditor.cli.recovery import checkpoints, recover
 
@@ -19,6 +20,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _COMMANDS = (
     *(report, watch, grade, sites, exposures, replay_order),
     *(recover, checkpoints),
+    import_,
     *(dedupe, verify, explain, restore, sketch),
     demo,
 )
@@ -40,6 +42,7 @@ def main() -> None:
       auditor replay-order run/                 every sample in the order it was consumed
       auditor recover run/                      what to do after a drop, with numbers
       auditor checkpoints run/                  which checkpoints are from before the damage
+      auditor import train.log --out run/       a run directory of another tool's log
       auditor dedupe run/ --out cleaned/        cleaned shards and a manifest
       auditor verify cleaned/                   check the manifest against the files
       auditor explain cleaned/ novels-17        why a row was kept or dropped

@@ -111,7 +111,7 @@ def test_one_odd_sample_is_no_event() -> None:
     odd = noise(0.75)
     odd[60] = 0.5
     loss = noise(2.5, 0.05, 500)
-    loss[300] = 4.0
+    loss[300] = 2.9  # 8 deviations: one hard batch of the many that a run has
     assert events(table(**{**HEALTHY, "raw": odd}, loss=loss)).is_empty()
 
 

@@ -21,9 +21,9 @@ from auditor.explain.logs.recognise import format_of, read_log
 
 MEGATRON = """\
  iteration       10/    1000 | consumed samples:         2560 | elapsed time per iteration (ms): \
-18706.1 | learning rate: 6.000E-05 | global batch size:   256 | lm loss: 6.444662E+00 | loss scale: \
-2048.0 | grad norm: 3.258 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan \
-iterations:   0 |
+18706.1 | learning rate: 6.000E-05 | global batch size:   256 | lm loss: 6.444662E+00 | loss \
+scale: 2048.0 | grad norm: 3.258 | num zeros: 0.0 | number of skipped iterations:   0 | number of \
+nan iterations:   0 |
  validation loss at iteration 10 | lm loss value: 7.174200E+00 | lm loss PPL: 1.305315E+03 |
 """
 LLM_C = "s:0 tel:11.0\ns:0 trl:10.9\ns:1 trl:10.8\n"
@@ -36,7 +36,11 @@ nvidia-smi:
 step:0/1530 val_loss:10.8258 train_time:0ms step_avg:nanms
 step:1/1530 train_loss:10.7 train_time:31559ms step_avg:nanms
 """
-NANOGPT = "step 0: train loss 4.3, val loss 4.2\niter 0: loss 4.1, time 12ms, mfu 3.2%\niter 10: loss 4, time 9ms\n"
+NANOGPT = """\
+step 0: train loss 4.3, val loss 4.2
+iter 0: loss 4.1, time 12ms, mfu 3.2%
+iter 10: loss 4, time 9ms
+"""
 TORCHTITAN = (
     "[titan] 2025-01-01 12:00:00,1 - root - INFO - \x1b[31mstep:  7  \x1b[32mloss:  8.1  "
     "\x1b[38mgrad_norm:  1.4 \x1b[34mmemory: 47.1GiB(59%)  tps: 1,234\x1b[39m\n"
@@ -189,6 +193,11 @@ def test_table_without_a_step_says_how_to_name_one(tmp_path: Path) -> None:
     assert read_log(path, Columns(step="batch")).n_records == 1
 
 
+def test_table_whose_names_say_nothing(tmp_path: Path) -> None:
+    columns = ("step=batch", "loss=train/ce")
+    assert imported(tmp_path, "batch,train/ce\n1,2\n", *columns) == {"loss": {1: 2.0}}
+
+
 # -- JSON ------------------------------------------------------------------------------------
 
 
@@ -294,7 +303,7 @@ def test_files_that_are_no_logs_say_what_they_are(
     ],
 )
 def test_format_is_told_from_the_content(tmp_path: Path, text: str, name: str) -> None:
-    assert format_of(written(tmp_path, text)) == name
+    assert format_of(written(tmp_path, text), Columns()) == name
 
 
 def test_format_that_is_given_overrides(tmp_path: Path) -> None:

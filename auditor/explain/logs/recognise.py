@@ -47,15 +47,15 @@ def read_log(
     Raises:
         LogError: it holds no record, or cannot be one of the formats.
     """
-    name = format_of(path) if format is None else format
+    name = format_of(path, columns) if format is None else format
     log = READERS[name](path, columns, progress)
     if not log.n_records:
         raise NoRecordError(_without_records(log), path=path, remedy=_remedy(log))
     return log
 
 
-def format_of(path: Path) -> str:
-    """The format of a log, a key of ``READERS``.
+def format_of(path: Path, columns: Columns) -> str:
+    """The format of a log, a key of ``READERS``; a table may have its columns named by the user.
 
     Raises:
         LogError: the file is empty, compressed, a placeholder or binary.
@@ -84,10 +84,10 @@ def format_of(path: Path) -> str:
             remedy="Give a log as text, CSV, JSON or TensorBoard events",
         )
     lines = [line for line in head.decode("utf-8-sig", "replace").splitlines() if line.strip()]
-    return _format_of_lines(lines)
+    return _format_of_lines(lines, columns)
 
 
-def _format_of_lines(lines: list[str]) -> str:
+def _format_of_lines(lines: list[str], columns: Columns) -> str:
     first, second = lines[0].strip(), lines[1].strip() if len(lines) > 1 else ""
     if first.startswith(("{", "[")):
         is_document = _is_json(first)
@@ -95,20 +95,20 @@ def _format_of_lines(lines: list[str]) -> str:
             return "jsonl"
         if is_document or _BEGINS_JSON.fullmatch(first):
             return "json"
-    if _is_header(first, second):
+    if _is_header(first, second, columns):
         return "csv"
     if all(map(are_two_columns, lines[:3])):
         return "two-columns"
     return "text"
 
 
-def _is_header(first: str, second: str) -> bool:
+def _is_header(first: str, second: str, columns: Columns) -> bool:
     """Whether the first line names columns that are known, and the second has numbers in them."""
     delimiter = delimiter_of(first)
     if delimiter is None:
         return False
     names, *rows = csv.reader([first, second], delimiter=delimiter)
-    has_step = Columns().step_among(names) is not None
+    has_step = columns.step_among(names) is not None
     if not second:
         return has_step
     cells = rows[0] if rows else []
