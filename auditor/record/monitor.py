@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
@@ -151,7 +152,7 @@ class GradeMonitor:
         self._schedule = Schedule(every, budget, agree=agreement(self._model) if sharded else None)
         self._on_cpu = not any(p.device.type == "cuda" for p in self._model.parameters())
         of_first_rank = exporters if self._recorder.attempt.rank == 0 else ()
-        self._exporting = Exporting(of_first_rank, self._failed)
+        self._exporting = Exporting(of_first_rank, _unless_gone(self._failed))
         self._live = LiveForward(model, self.sites, self._failed)
         self._scalars: list[_Scalars] = []
         self._last_step: int | None = None
@@ -220,14 +221,15 @@ class GradeMonitor:
         self._recorder.failed(place, error)
 
     def _note(self) -> None:
-        other = _monitors.get(self._recorder)
+        noted = _monitors.get(self._recorder)
+        other = None if noted is None else noted()
         if other is not None and other is not self and not other._closed:
             log.warning(
                 "auditor: two monitors on %s count its steps together; give each model a run of "
                 "its own",
                 self._run,
             )
-        _monitors[self._recorder] = self
+        _monitors[self._recorder] = weakref.ref(self)
         self._recorder.attempt.note(
             monitor={
                 "every": self._schedule.every,
@@ -282,13 +284,24 @@ class GradeMonitor:
             self._failed("GradeMonitor.step", error)
 
     def close(self) -> None:
-        """Write what is waiting and give the run directory back; also done when Python exits."""
+        """Write what is waiting and give the run directory back; also done when Python exits.
+
+        Nothing but the closed monitor itself holds the model from then on.
+        """
         self._closed = True
         try:
             self._live.disarm()
         except Exception as error:
             self._failed("GradeMonitor.close", error)
-        self._recorder.close()
+        recorder = self._recorder
+        recorder.close()
+        # The sampler may hold the recorder for as long as the loop has its loader.
+        for hooks, own in (
+            (recorder.on_close, self._end_scalars),
+            (recorder.on_stopped, self._close_exporters),
+        ):
+            with contextlib.suppress(ValueError):
+                hooks.remove(own)
 
     def _close_exporters(self) -> None:
         self._exporting.close(EXPORTERS_CLOSE_S)
@@ -533,7 +546,22 @@ _ONSET_OF_GRADE: Final = (
     "they fell before."
 )
 
-_monitors: weakref.WeakKeyDictionary[Recorder, GradeMonitor] = weakref.WeakKeyDictionary()
+# Weak on both sides: a monitor holds its recorder, and its model.
+_monitors: weakref.WeakKeyDictionary[Recorder, weakref.ref[GradeMonitor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _unless_gone(failed: Callable[[str, Exception], None]) -> Callable[[str, Exception], None]:
+    """The method for a thread that may hang for ever, and must not hold the model as long."""
+    known = weakref.WeakMethod(failed)
+
+    def told(place: str, error: Exception) -> None:
+        method = known()
+        if method is not None:
+            method(place, error)
+
+    return told
 
 
 def _append(kept: list[Any], one: Any) -> None:

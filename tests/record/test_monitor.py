@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -728,6 +731,43 @@ def test_description_says_what_was_seen_of_each_block(tmp_path: Path) -> None:
     assert "blocks.1  Unseen  output; not seen: attention, values" in text
     assert "scaled_dot_product_attention" in text
     monitor.close()
+
+
+class Hanging:
+    """An exporter that never comes back, so that its thread stays."""
+
+    def export(self, step: int, values: Any) -> None:
+        threading.Event().wait()
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("exporters", [[], [Hanging()]], ids=["no exporter", "hanging exporter"])
+def test_closed_monitor_keeps_no_model_alive(
+    exporters: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sweep: one model after another, each with a run of its own."""
+    monkeypatch.setattr("auditor.record.monitor.EXPORTERS_CLOSE_S", 0.1)
+    models, loaders = [], []
+    for number in range(2):
+        run, model = tmp_path / f"run-{number}", small()
+        loader = AuditedSampler(DataLoader(TensorDataset(windows(8)), batch_size=4), run=run)
+        monitor = GradeMonitor(
+            model, run=run, every=1, probe=windows(4), probe_loss=next_byte_loss,
+            exporters=exporters,
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for (batch,) in loader:
+            loss = next_byte_loss(model, batch)
+            loss.backward()
+            monitor.step(loss, optimizer=optimizer)
+            optimizer.step()
+        monitor.close()
+        models.append(weakref.ref(model))
+        loaders.append(loader)  # the loop may hold it for longer
+        del model, monitor, optimizer, loss, batch
+        gc.collect()
+    assert [model() for model in models] == [None, None]
 
 
 # -- what a model or a probe may bring along -------------------------------------------------
