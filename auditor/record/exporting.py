@@ -31,7 +31,7 @@ class Exporter(Protocol):
     """Sends points somewhere. Any object with these two methods is one.
 
     Both are called from one thread, which is not the training thread. What they raise is counted,
-    and the next point is tried as if nothing had happened.
+    ``SystemExit`` and the like as well, and the next point is tried as if nothing had happened.
     """
 
     def export(self, step: int, values: Mapping[str, float]) -> None:
@@ -142,12 +142,16 @@ class _Lane:
         while (point := self._points.get()) is not None:
             try:
                 self._exporter.export(*point)
-            except Exception as error:
-                self._failed(self._place, error)
+            except BaseException as error:  # sys.exit() would end this thread, and nothing else
+                self._failed(self._place, _as_failure(error))
         try:
             self._exporter.close()
-        except Exception as error:
-            self._failed(self._place, error)
+        except BaseException as error:
+            self._failed(self._place, _as_failure(error))
+
+
+def _as_failure(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(f"raised {error!r}")
 
 
 def metrics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

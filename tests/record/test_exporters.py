@@ -201,6 +201,32 @@ def test_exporter_that_raises_is_counted_and_tried_again() -> None:
     assert [type(error) for _, error in failures] == [ConnectionError] * 3 + [OSError]
 
 
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_exporter_that_exits_is_counted_as_any_other_and_gets_the_next_point(
+    raised: BaseException,
+) -> None:
+    """``sys.exit()`` in a client library would end the exporter's thread without a word."""
+
+    class Exiting(Collecting):
+        def export(self, step: int, values: Mapping[str, float]) -> None:
+            if step == 1:
+                raise raised
+            super().export(step, values)
+
+        def close(self) -> None:
+            raise raised
+
+    failures, exiting = Failures(), Exiting()
+    exporting = Exporting([exiting], failures)
+    for step in range(4):
+        exporting.send(step, {"auditor/loss": 1.0})
+    exporting.close(LONG_S)
+    assert [step for step, _ in exiting.points] == [0, 2, 3]
+    assert [place for place, _ in failures] == ["exporter Exiting"] * 2
+    assert all(repr(raised) in str(error) for _, error in failures)
+    assert exporting.dropped == 0
+
+
 def test_exporter_cannot_change_what_the_others_get() -> None:
     class Taking(Collecting):
         def export(self, step: int, values: Any) -> None:
