@@ -470,10 +470,10 @@ def test_old_frames_are_never_decoded_again_and_of_a_long_ledger_only_the_end(
     n_decoded = 0
     decode = auditor.ledger._decode
 
-    def counted(payload: bytes) -> Frame:
+    def counted(payload: bytes, *kinds: Any) -> Frame:
         nonlocal n_decoded
         n_decoded += 1
-        return decode(payload)
+        return decode(payload, *kinds)
 
     monkeypatch.setattr(auditor.ledger, "_decode", counted)
     attempt = open_attempt(tmp_path / "run")
