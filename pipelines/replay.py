@@ -29,6 +29,8 @@ from auditor.show.produce import produce
 BURST_STEPS = 100
 N_PASSAGES = 4
 EVERY = 5
+MEASURED = 20
+"""In a replay only the last quarter of the steps is compared."""
 
 
 class Rows(ShardRows):
@@ -103,14 +105,17 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         with tempfile.TemporaryDirectory() as scratch:
             monitor = GradeMonitor(
-                model, run=Path(scratch) / "run", every=20, probe=corpus.probe[:, :-1].clamp(min=0)
+                model,
+                run=Path(scratch) / "run",
+                every=MEASURED,
+                probe=corpus.probe[:, :-1].clamp(min=0),
             )
             for batch in batches:
                 tokens = collate([dataset[index] for index in batch.indices])
                 loss, grad_norm = update(model, optimizer, tokens)
                 monitor.step(loss, optimizer=optimizer, step=batch.step, grad_norm=grad_norm)
                 optimizer.step()
-                if batch.step % 10 == 0:
+                if batch.step % MEASURED == 0:
                     with torch.no_grad():
                         held_out = float(next_byte_loss(model, corpus.held_out))
                     yield {"step": batch.step, "probe_loss": held_out}
