@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from auditor import AuditedSampler, GradeMonitor
 from auditor.clean.decide import REASONS
 from auditor.clean.engine import InProcess, Processes
+from auditor.clean.formats import jsonl
 from auditor.clean.shards import Shard
 from auditor.cli import engines, main
 from auditor.cli.progress import progress_bar
@@ -380,6 +381,24 @@ def test_restore_gives_rows_back(corpus: Path, tmp_path: Path) -> None:
     wrong = run("restore", tmp_path / "out", "--out", tmp_path / "x", "--reason", "dirty")
     assert wrong.exit_code == 2
     assert "'dirty'" in wrong.output
+
+
+def test_restore_tells_of_rows_that_cannot_be_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is too long to be held in memory."""
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 200)
+    path = write(tmp_path / "a.jsonl", [{"text": text} for text in ("x", "long " * 50, "x")])
+    run("dedupe", path, "--out", tmp_path / "out", "--on-error", "skip")
+    result = run("restore", tmp_path / "out", "--out", tmp_path / "back")
+    assert result.exit_code == 0, result.output
+    assert "1 row from 1 shard" in result.output
+    assert "1 row not given back: cannot be read" in result.output
+    assert "1 in a.jsonl" in result.output
+    result = run("restore", tmp_path / "out", "--out", tmp_path / "more", "--json")
+    document = json.loads(result.stdout)
+    assert (document["n_rows"], document["n_lost"]) == (1, 1)
+    assert document["lost_by_shard"] == {"a.jsonl": 1}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import polars as pl
@@ -21,17 +21,28 @@ from auditor.clean.shards import MARKER, Inputs, check_out
 from auditor.errors import ManifestError, ShardError
 from auditor.files import atomic, sha256
 
+_REASONS: Final = tuple(name for name in REASONS if name is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was written: number of rows by the name of their shard, and by reason."""
+    """What was written: number of rows by the name of their shard, and by reason.
+
+    ``lost_by_shard``: rows that are not among them, since they cannot be read and their format
+    cannot give them back as they are.
+    """
 
     by_shard: dict[str, int]
     by_reason: dict[str, int]
+    lost_by_shard: dict[str, int]
 
     @property
     def n_rows(self) -> int:
         return sum(self.by_shard.values())
+
+    @property
+    def n_lost(self) -> int:
+        return sum(self.lost_by_shard.values())
 
 
 def restore(
@@ -46,7 +57,8 @@ def restore(
 
     Shards have the names and formats of their parents; one that gives no row is not written.
     Together with the kept rows these are the input's rows, unless substrings were cut out of kept
-    ones. An interrupted call can be made again.
+    ones. A row that cannot be read is given back where its format allows, as JSON Lines does, and
+    else counted. An interrupted call can be made again.
 
     Args:
         manifest: of a cleaned folder.
@@ -62,10 +74,10 @@ def restore(
         ValueError: there is no such reason.
     """
     out = Path(out)
-    reasons = [name for name in REASONS if name is not None]
-    if reason is not None and reason not in reasons:
-        raise ValueError(f"reason must be one of {', '.join(reasons)}, got {reason!r}")
-    masks, by_reason = _chosen(manifest, reason, source)
+    if reason is not None and reason not in _REASONS:
+        raise ValueError(f"reason must be one of {', '.join(_REASONS)}, got {reason!r}")
+    chosen = _chosen(manifest, reason, source)
+    masks = [codes >= 0 for codes in chosen]
     entries = manifest.document["shards"]
     places = [number for number, mask in enumerate(masks) if mask.any()]
     parents = manifest.parents
@@ -80,25 +92,31 @@ def restore(
         progress or (lambda stage, done, total: None),
     )
     job = {"rows_sha256": manifest.document.get("rows_sha256"), "reason": reason, "source": source}
+    lost_by_shard: dict[str, int] = {}
     with _marked(out, job):
         for number, place in enumerate(places):
             with manifest.parent_as_cleaned(place) as shard:
-                shard.copy(out / shard.name, masks[place], manifest.reading_of_parents)
+                reading = manifest.reading_of_parents
+                lost = shard.copy_readable(out / shard.name, masks[place], reading)
+            if lost.any():
+                lost_by_shard[parents[place].name] = int(lost.sum())
+                masks[place] &= ~lost
             done(number)
-        if len(places) == len(parents):  # what lies beside shards names all of them
+        if all(mask.any() for mask in masks):  # what lies beside shards names all of them
             for name, path in _beside(manifest):
                 with path.open("rb") as file, atomic(out / name) as sink:
                     shutil.copyfileobj(file, sink)
+    codes = np.concatenate([codes[mask] for codes, mask in zip(chosen, masks, strict=True)])
+    n_rows = np.bincount(codes, minlength=len(_REASONS)).tolist()
     return Restored(
-        by_shard={parents[place].name: int(masks[place].sum()) for place in places},
-        by_reason=by_reason,
+        by_shard={parents[i].name: int(masks[i].sum()) for i in places if masks[i].any()},
+        by_reason={name: n for name, n in sorted(zip(_REASONS, n_rows, strict=True)) if n},
+        lost_by_shard=lost_by_shard,
     )
 
 
-def _chosen(
-    manifest: Manifest, reason: str | None, source: str | None
-) -> tuple[list[NDArray[np.bool_]], dict[str, int]]:
-    """Rows to give back, bool [rows_in] for each shard, and how many for each reason."""
+def _chosen(manifest: Manifest, reason: str | None, source: str | None) -> list[NDArray[np.int64]]:
+    """Of each shard, i64 [rows_in]: the place in ``_REASONS`` for rows to give back, else -1."""
     path = None if manifest.directory is None else manifest.directory / "rows.parquet"
     if path is not None and sha256(path) != manifest.document["rows_sha256"]:
         raise ManifestError("SHA-256 differs from the manifest", path=path)
@@ -115,9 +133,9 @@ def _chosen(
         words += [f"from {source!r}"] if source is not None else []
         raise ManifestError(" ".join(words), path=manifest.directory)
     ends = np.cumsum([entry["rows_in"] for entry in manifest.document["shards"]])
-    masks = np.split(found["wanted"].to_numpy(), ends[:-1])
-    counted = found.filter("wanted").group_by("reason").len().sort("reason")
-    return masks, dict(counted.iter_rows())
+    codes = pl.col("reason").replace_strict(_REASONS, range(len(_REASONS)), default=-1)
+    of_rows = found.select(pl.when("wanted").then(codes).otherwise(-1)).to_series()
+    return np.split(of_rows.to_numpy(), ends[:-1])
 
 
 def _folders(manifest: Manifest) -> tuple[Path, ...]:

@@ -116,6 +116,28 @@ class Shard:
         else:
             module_of(self.format).copy(self._path(), out, keep, reading)
 
+    def copy_readable(
+        self, out: Path, keep: NDArray[np.bool_], reading: Reading
+    ) -> NDArray[np.bool_]:
+        """``copy`` of those kept rows that can be; returns which were left out, bool [n_rows].
+
+        When skipping these are rows that cannot be read, and that the format cannot give back as
+        they are. Where no other is kept, nothing is written.
+        """
+        try:
+            self.copy(out, keep, reading)
+        except ShardError:
+            module = module_of(self.format)
+            if reading.on_error == "raise" or not hasattr(module, "lost"):
+                raise
+            lost: NDArray[np.bool_] = module.lost(self._path(), keep)
+            if not lost.any():
+                raise
+            if (keep & ~lost).any():
+                self.copy(out, keep & ~lost, reading)
+            return lost
+        return np.zeros(len(keep), np.bool_)
+
     def count(self, reading: Reading = DEFAULTS) -> int:
         """Number of rows, without parsing them."""
         self._check(reading)

@@ -105,13 +105,16 @@ def restore(
     """Write the rows that were dropped to shards of their own, from the inputs.
 
     DIR is a cleaned folder. Shards keep their names and formats, rows their order. The inputs are
-    checked first: one that is gone or has changed is an error.
+    checked first: one that is gone or has changed is an error. Rows that cannot be read are given
+    back byte for byte in JSON Lines, in other formats where they allow it; the others are counted.
 
     \b
     Examples:
       auditor restore cleaned/ --out dropped/
       auditor restore cleaned/ --out dropped/ --reason near --source web
     """
+    from dataclasses import asdict
+
     from auditor.clean.manifest import load_manifest
     from auditor.clean.restore import restore as give_back
     from auditor.show.cleaning import print_restored
@@ -124,8 +127,8 @@ def restore(
     ):
         restored = give_back(manifest, out, reason=reason, source=source, progress=progress)
     if as_json:
-        document = {"by_shard": restored.by_shard, "by_reason": restored.by_reason}
-        click.echo(json.dumps({"out": str(out), "n_rows": restored.n_rows, **document}, indent=2))
+        n_rows = {"n_rows": restored.n_rows, "n_lost": restored.n_lost}
+        click.echo(json.dumps({"out": str(out), **n_rows, **asdict(restored)}, indent=2))
     else:
         print_restored(console(), restored, out)
 

@@ -150,6 +150,14 @@ def print_restored(console: Console, restored: Restored, out: Path) -> None:
     _say(console, f"{n_rows} from {n_shards} in {out}")
     for reason, n in restored.by_reason.items():
         _say(console, f"  {n:>9} had been dropped: {reason}")
+    if restored.n_lost:
+        rows = counted(restored.n_lost, "row")
+        why = "cannot be read, and cannot be given back as they are in this format"
+        _say(console, f"{rows} not given back: {why}")
+        for name, n in list(restored.lost_by_shard.items())[:_SOURCES]:
+            _say(console, f"  {n:>9} in {clean(name, _PATH_CHARS)}")
+        if (n_more := len(restored.lost_by_shard) - _SOURCES) > 0:
+            _say(console, f"  and in {counted(n_more, 'more shard')}")
 
 
 def warnings(manifest: Manifest, *, unknown_ids: Collection[str] = ()) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_files import CODES, Documents, read_megatron, write_megatron
 
 from auditor.clean.row import Finding, Reading
 from auditor.clean.shards import Shard, find_shards
 from auditor.errors import ShardError
 
 SKIP = Reading(on_error="skip")
-CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-Documents = list[list[list[int]]]  # of sequences of ids
 
 
 def shard(path: Path) -> Shard:
     return find_shards([path]).shards[0]
-
-
-def write_megatron(prefix: Path, documents: Documents, code: int) -> Path:
-    """As Megatron's IndexedDatasetBuilder writes them."""
-    sequences = [np.array(ids, CODES[code]) for document in documents for ids in document]
-    sizes = [ids.nbytes for ids in sequences]
-    path = prefix.with_suffix(".idx")
-    with path.open("wb") as file:
-        ends = np.cumsum([0, *map(len, documents)])
-        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, code))
-        file.write(struct.pack("<QQ", len(sequences), len(ends)))
-        file.write(np.array([len(ids) for ids in sequences], np.int32).tobytes())
-        file.write(np.cumsum([0, *sizes])[:-1].astype(np.int64).tobytes())
-        file.write(ends.astype(np.int64).tobytes())
-    prefix.with_suffix(".bin").write_bytes(b"".join(ids.tobytes() for ids in sequences))
-    return path
-
-
-def read_megatron(path: Path) -> tuple[int, Documents]:
-    """Type code and documents, read from the description of the format alone."""
-    with path.open("rb") as file:
-        assert file.read(9) == b"MMIDIDX\x00\x00"
-        version, code, n, n_documents = struct.unpack("<QBQQ", file.read(25))
-        lengths = struct.unpack(f"<{n}i", file.read(4 * n))
-        pointers = struct.unpack(f"<{n}q", file.read(8 * n))
-        ends = struct.unpack(f"<{n_documents}q", file.read(8 * n_documents))
-        assert (version, file.read()) == (1, b"")
-    data = path.with_suffix(".bin").read_bytes()
-    width = np.dtype(CODES[code]).itemsize
-    assert sum(lengths) * width == len(data)
-    sequences = [
-        np.frombuffer(data[p : p + length * width], CODES[code]).tolist()
-        for p, length in zip(pointers, lengths, strict=True)
-    ]
-    return code, [sequences[a:b] for a, b in pairwise(ends)]
 
 
 @given(

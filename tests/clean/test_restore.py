@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from jsonl_files import write_jsonl
+from megatron_files import read_megatron, write_megatron
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
+from auditor.clean.formats import jsonl, mosaic
 from auditor.clean.manifest import Manifest, load_manifest
 from auditor.clean.restore import restore
+from auditor.clean.row import Reading
 from auditor.clean.shards import MARKER, Shard
 from auditor.clean.verify import verify
 from auditor.errors import ManifestError, ShardError
@@ -106,6 +112,141 @@ def test_restored_lines_are_the_bytes_they_were_even_where_they_cannot_be_read(
     restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
     assert (tmp_path / "back" / "a.jsonl").read_bytes() == b"\n".join(lines[1:3]) + b"\n"
     assert restored.by_reason == {"exact": 1, "unreadable": 1}
+
+
+def zeroed_in(path: Path, row: int, column: str) -> None:
+    """Zero bytes in the middle of the page of a column that a row of a Parquet file is in."""
+    with pq.ParquetFile(path) as file:
+        group = file.metadata.row_group(row // 300)
+        chunk = next(c for c in map(group.column, range(3)) if c.path_in_schema == column)
+        at = chunk.data_page_offset + chunk.total_compressed_size // 4
+    n_bytes = min(4000, chunk.total_compressed_size // 2)
+    data = bytearray(path.read_bytes())
+    data[at : at + n_bytes] = bytes(n_bytes)
+    path.write_bytes(data)
+
+
+def parquet_of_900(path: Path) -> list[dict[str, Any]]:
+    """Three row groups of 300 different texts, but that every tenth row repeats the one before."""
+    rows = [
+        {"id": f"r{i}", "text": " ".join(f"w{i - (i % 10 == 9)}-{j}" for j in range(40)), "n": i}
+        for i in range(900)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300, use_dictionary=False)
+    return rows
+
+
+def test_rows_of_a_damaged_row_group_are_counted_and_all_others_are_given_back(
+    tmp_path: Path,
+) -> None:
+    """Parquet has no bytes of a row that could be given back unread; no other shard suffers."""
+    rows = parquet_of_900(tmp_path / "in" / "p.parquet")
+    zeroed_in(tmp_path / "in" / "p.parquet", 450, "text")
+    write_jsonl(tmp_path / "in" / "z.jsonl", ROWS)
+    config = DedupeConfig(on_error="skip")
+    assert dedupe([tmp_path / "in"], tmp_path / "out", config=config).counts["unreadable"] == 300
+    assert verify(tmp_path / "out").ok
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert restored.lost_by_shard == {"p.parquet": 300}
+    assert restored.n_lost == 300
+    assert restored.by_shard == {"p.parquet": 60, "z.jsonl": 4}
+    assert restored.by_reason == {"exact": 62, "near": 1, "repetition": 1}
+    back = pq.read_table(tmp_path / "back" / "p.parquet").to_pylist()
+    assert back == [row for row in (*rows[:300], *rows[600:]) if row["n"] % 10 == 9]
+    # Of a shard that gives nothing else, nothing is written.
+    none = restore(load_manifest(tmp_path / "out"), tmp_path / "none", reason="unreadable")
+    assert (none.by_shard, none.n_rows, none.n_lost) == ({}, 0, 300)
+    assert list((tmp_path / "none").iterdir()) == []
+
+
+def test_damage_in_a_column_that_cleaning_does_not_read_loses_rows_of_its_group_alone(
+    tmp_path: Path,
+) -> None:
+    rows = parquet_of_900(tmp_path / "p.parquet")
+    table = pa.Table.from_pylist([{**row, "note": f"{row['n']:08}" * 9} for row in rows])
+    pq.write_table(
+        table.select(["id", "text", "note"]),
+        tmp_path / "p.parquet",
+        row_group_size=300,
+        use_dictionary=False,
+    )
+    zeroed_in(tmp_path / "p.parquet", 450, "note")
+    config = DedupeConfig(on_error="skip")
+    dedupe([tmp_path / "p.parquet"], tmp_path / "out", config=config, manifest_only=True)
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert (restored.by_reason, restored.lost_by_shard) == ({"exact": 60}, {"p.parquet": 30})
+
+
+def write_tar(path: Path, names: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in names.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_samples_of_a_tar_are_given_back_undecoded_but_for_members_that_are_refused(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("webdataset")
+    members = {"a.txt": b"one", "b.txt": b"\xff\xfe", "c.txt": b"one", "../d.txt": b"leads out"}
+    path = write_tar(tmp_path / "a.tar", members)
+    dedupe([path], tmp_path / "out", config=DedupeConfig(on_error="skip"))
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert restored.by_reason == {"exact": 1, "unreadable": 1}
+    assert restored.lost_by_shard == {"a.tar": 1}
+    with tarfile.open(tmp_path / "back" / "a.tar") as tar:
+        back = {member.name: tar.extractfile(member) for member in tar}
+        assert {name: file and file.read() for name, file in back.items()} == {
+            "b.txt": members["b.txt"],
+            "c.txt": members["c.txt"],
+        }
+
+
+def test_documents_that_reach_beyond_the_ids_are_counted(tmp_path: Path) -> None:
+    documents = [[[1, 2, 3]], [[4]], [[1, 2, 3]], [[5, 6, 7]]]
+    path = write_megatron(tmp_path / "a", documents, 8)
+    ids = tmp_path / "a.bin"
+    ids.write_bytes(ids.read_bytes()[:-2])
+    dedupe([path], tmp_path / "out", config=DedupeConfig(on_error="skip"))
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert read_megatron(tmp_path / "back" / "a.idx") == (8, [[[1, 2, 3]]])
+    assert (restored.by_reason, restored.lost_by_shard) == ({"exact": 1}, {"a.idx": 1})
+
+
+def test_lines_that_are_too_long_to_be_read_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 50)
+    lines = [b'{"text": "x"}', b'{"text": "' + b"long" * 20 + b'"}', b'{"text":   "X"}', b"cut"]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    dedupe([tmp_path / "a.jsonl"], tmp_path / "out", config=DedupeConfig(on_error="skip"))
+    restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
+    assert (tmp_path / "back" / "a.jsonl").read_bytes() == b"\n".join(lines[2:]) + b"\n"
+    assert restored.by_reason == {"exact": 1, "unreadable": 1}
+    assert restored.lost_by_shard == {"a.jsonl": 1}
+
+
+def test_samples_of_mosaic_shards_are_lost_from_a_fault_on(tmp_path: Path) -> None:
+    """The second of two files breaks off within its second sample; one before is not decodable."""
+    samples = [b"\3\0\0\0one", b"\2\0\0\0\xff\xfe", b"\3\0\0\0two"]
+    offsets = np.cumsum([0, *map(len, samples)]).astype("<u4") + 4 * 5
+    whole = (3).to_bytes(4, "little") + offsets.tobytes() + b"".join(samples)
+    wrong = bytearray(whole)
+    wrong[4 + 4 * 2 : 4 + 4 * 3] = (9999).to_bytes(4, "little")  # where the second sample ends
+    about = {"format": "mds", "version": 2, "samples": 3, "compression": None, "hashes": []}
+    about |= {"column_names": ["text"], "column_encodings": ["str"], "column_sizes": [None]}
+    shards = []
+    for name, data in (("a.mds", whole), ("b.mds", bytes(wrong))):
+        (tmp_path / name).write_bytes(data)
+        shards.append({**about, "raw_data": {"basename": name, "bytes": len(data)}})
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    readable = [row.readable for row in Shard(tmp_path, "x").rows(Reading(on_error="skip"))]
+    assert readable == [True, False, True, True, False, False]
+    assert mosaic.lost(tmp_path, np.ones(6, np.bool_)).tolist() == [False] * 4 + [True] * 2
+    assert mosaic.lost(tmp_path, np.arange(6) == 5).tolist() == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,10 @@ A format is a module with the same few functions:
     copy(path, out, keep, reading) -> None           the kept rows, whole or not at all
     count(path, reading) -> int
 
+Those in which a row may be there that ``copy`` refuses, since it cannot be read, say which:
+
+    lost(path, keep) -> NDArray[np.bool_]            of the kept rows, those not to be copied
+
 Which one it is, the name says, and for folders what is in them.
 """
 

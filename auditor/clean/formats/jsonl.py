@@ -110,6 +110,8 @@ def copy_cut(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading, c
         try:
             for line in _lines(path, Findings(None)):
                 if n_rows < len(keep) and keep[n_rows]:
+                    if line is _TOO_LONG:
+                        raise ShardError("too long to be copied", path=path, row=n_rows)
                     spans = cuts.get(n_rows)
                     sink.write(_without(line, spans, column, path, n_rows) if spans else line)
                 n_rows += 1
@@ -124,6 +126,14 @@ def copy_cut(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading, c
 def count(path: Path, reading: Reading) -> int:
     """Rows of a shard, without parsing them."""
     return sum(1 for _ in _lines(path, Findings(None)))
+
+
+def lost(path: Path, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Kept rows that cannot be copied, bool [n_rows]: lines that are too long."""
+    cannot = np.zeros(len(keep), np.bool_)
+    for row, line in enumerate(islice(_lines(path, Findings(None)), len(keep))):
+        cannot[row] = keep[row] and line is _TOO_LONG
+    return cannot
 
 
 def _content_column(path: Path, reading: Reading) -> str:

@@ -61,11 +61,12 @@ def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
     used = int(ends.max(initial=0))
     if used < ids.nbytes:
         findings.notice(None, f"{ids.nbytes - used} bytes of ids belong to no document")
+    beyond = _is_beyond(index, ids)
     for row in range(len(index.documents) - 1):
         sequences = slice(index.documents[row], index.documents[row + 1])
         what = None
-        if (ends[sequences] > ids.nbytes).any() or (index.offsets[sequences] < 0).any():
-            what = f"reaches beyond the end of {path.with_suffix('.bin').name}"
+        if beyond[row]:
+            what = _reaches_beyond(path)
         elif int(index.lengths[sequences].sum(dtype=np.int64)) * 8 > MAX_BYTES:
             what = f"is longer than {MAX_BYTES // 8} ids"
         if what is not None:
@@ -93,6 +94,9 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
     ids = _read_ids(path, index)
     if len(index.documents) - 1 != len(keep):
         raise changed(path, len(keep), len(index.documents) - 1)
+    if len(beyond := np.flatnonzero(keep & _is_beyond(index, ids))):
+        remedy = "Fetch or write the files again"
+        raise ShardError(_reaches_beyond(path), path=path, row=int(beyond[0]), remedy=remedy)
     n_sequences = np.diff(index.documents)
     chosen = np.flatnonzero(np.repeat(keep, n_sequences))
     lengths = index.lengths[chosen]
@@ -112,6 +116,23 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
 def count(path: Path, reading: Reading) -> int:
     """Number of documents."""
     return len(_read_index(path).documents) - 1
+
+
+def lost(path: Path, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Kept documents that cannot be copied, bool [n_rows]: those whose ids are not all there."""
+    index = _read_index(path)
+    return keep & _is_beyond(index, _read_ids(path, index))
+
+
+def _is_beyond(index: _Index, ids: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Documents with a sequence that is not, or not all, in the file of ids, bool [n_rows]."""
+    ends = index.offsets + index.lengths.astype(np.int64) * index.dtype().itemsize
+    before = np.cumsum([0, *((ends > ids.nbytes) | (index.offsets < 0))])[index.documents]
+    return np.diff(before) > 0
+
+
+def _reaches_beyond(path: Path) -> str:
+    return f"reaches beyond the end of {path.with_suffix('.bin').name}"
 
 
 def _read_index(path: Path) -> _Index:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,6 +100,20 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
 def count(path: Path, reading: Reading) -> int:
     """Number of samples, from the index."""
     return sum(shard["samples"] for shard in _shards(path))
+
+
+def lost(path: Path, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Kept samples that cannot be copied, bool [n_rows]: from a fault on to the end of a shard."""
+    cannot = keep.copy()
+    row = 0
+    for shard in _shards(path):
+        stop = row + shard["samples"]
+        if keep[row:stop].any():
+            with suppress(ShardError, *_FAULTS):
+                for number, _ in enumerate(_samples(path, shard), row):
+                    cannot[number] = False
+        row = stop
+    return cannot
 
 
 _FAULTS: Final = (OSError, EOFError, ValueError, KeyError, IndexError, zstandard.ZstdError)

@@ -96,6 +96,24 @@ def count(path: Path, reading: Reading) -> int:
         return int(file.metadata.num_rows)
 
 
+def lost(path: Path, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Kept rows that cannot be copied, bool [n_rows]: from a fault on to the end of a row group."""
+    cannot = np.zeros(len(keep), np.bool_)
+    with _opened(path) as file:
+        start = 0
+        for group in range(file.metadata.num_row_groups):
+            stop = start + file.metadata.row_group(group).num_rows
+            if keep[start:stop].any():
+                n_read = 0
+                try:
+                    for batch in file.iter_batches(BATCH_ROWS, row_groups=[group]):
+                        n_read += len(batch)
+                except _FAULTS:
+                    cannot[start + n_read : stop] = keep[start + n_read : stop]
+            start = stop
+    return cannot
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:

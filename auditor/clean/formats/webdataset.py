@@ -14,6 +14,7 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -126,6 +127,15 @@ def copy(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading) -> No
 def count(path: Path, reading: Reading) -> int:
     """Number of samples."""
     return sum(1 for _ in _samples(path, Findings(None), lambda _: False))
+
+
+def lost(path: Path, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Kept samples that cannot be copied, bool [n_rows]: those with a member that is refused."""
+    samples = islice(_samples(path, Findings(None), lambda _: False), len(keep))
+    cannot = np.zeros(len(keep), np.bool_)
+    for row, sample in enumerate(samples):
+        cannot[row] = keep[row] and sample.fault is not None
+    return cannot
 
 
 def _samples(path: Path, findings: Findings, is_read: Any) -> Iterator[_Sample]:
