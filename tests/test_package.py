@@ -44,6 +44,7 @@ def test_import_and_help_load_nothing_heavy(statement: str) -> None:
         "auditor.show.exposures",
         "auditor.show.replay",
         "auditor.explain.pipeline",
+        "auditor.replaying",
     ],
 )
 def test_offline_commands_start_without_torch(module: str) -> None:
@@ -64,6 +65,7 @@ def test_public_names_are_all_there_and_documented() -> None:
         "Located",
         "Run",
         "load_manifest",
+        "replay",
     ]
     for name in auditor.__all__:
         assert inspect.getdoc(getattr(auditor, name)), name
@@ -85,6 +87,7 @@ def test_every_command_has_help_with_an_example() -> None:
         "exposures",
         "grade",
         "import",
+        "propose",
         "recover",
         "replay-order",
         "report",

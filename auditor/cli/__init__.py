@@ -12,6 +12,7 @@ from auditor.cli.cleaning import dedupe
 from auditor.cli.command import Group
 from auditor.cli.demo import demo
 from auditor.cli.importing import import_
+from auditor.cli.proposing import propose
 from auditor.cli.reading import exposures, grade, replay_order, report, sites, watch
 from auditor.cli.recovery import checkpoints, recover
 
@@ -19,7 +20,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 _COMMANDS = (
     *(report, watch, grade, sites, exposures, replay_order),
-    *(recover, checkpoints),
+    *(recover, checkpoints, propose),
     import_,
     *(dedupe, verify, explain, restore, sketch),
     demo,
@@ -42,6 +43,7 @@ def main() -> None:
       auditor replay-order run/                 every sample in the order it was consumed
       auditor recover run/                      what to do after a drop, with numbers
       auditor checkpoints run/                  which checkpoints are from before the damage
+      auditor propose run/ --format megatron    what to change about the data, as a mix
       auditor import train.log --out run/       a run directory of another tool's log
       auditor dedupe run/ --out cleaned/        cleaned shards and a manifest
       auditor verify cleaned/                   check the manifest against the files

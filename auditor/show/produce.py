@@ -40,7 +40,7 @@ def produce(run: Run, html: Path | None = None, *, with_text: bool = True) -> Re
     explanation = explain(run)
     if not with_text:
         explanation = replace(explanation, previews=explanation.previews.clear())
-    proposal = propose(explanation.suspects, run.scan("exposures"))
+    proposal = propose(explanation.suspects, explanation.composition)
     path = run.derived / "report.html" if html is None else html
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
