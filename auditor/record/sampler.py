@@ -59,8 +59,9 @@ class AuditedSampler:
             a raw sample where its columns do not; a list of ``Located`` for a row that packs
             several documents. ``index`` is None for iterable datasets.
         skip: batches not to train on, by ordinal (int), or samples by id (str), whose batches are
-            left out; a list, set, array or tensor of them. They are drawn, recorded as ``skipped``
-            and not yielded.
+            left out; a list, set, array or tensor of them, or the file with them that ``auditor
+            propose --skip-list json`` wrote. They are drawn, recorded as ``skipped`` and not
+            yielded.
         columns: further columns of the samples to keep with the record, by name.
         duplication: whether to score how duplicated each sample is: in its batch, in the last 64
             batches, over the run, and inside itself. Done in loader workers and on a background
@@ -84,7 +85,7 @@ class AuditedSampler:
         optimizer: torch.optim.Optimizer | None = None,
         start_step: int | None = None,
         locator: Locator | None = None,
-        skip: Collection[int | str] | None = None,
+        skip: Collection[int | str] | PathLike[str] | None = None,
         columns: Sequence[str] = (),
         duplication: bool | str | PathLike[str] = True,
     ) -> None:
