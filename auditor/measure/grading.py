@@ -41,7 +41,15 @@ class Policy:
     watch_grade: int = 4
     """At this grade and lower a run is watched."""
     danger_grade: int = 2
-    """At this grade and lower it is in danger."""
+    """At this grade and lower it is in danger, if it was ``quick_grades`` better since the warm-up.
+    """
+    settle_steps: int = 200
+    """After the warm-up a run that has not been above ``watch_grade`` yet, and does not fall, is
+    given so long before it is watched. Chosen on 7 small models that train well (2 to 6 blocks,
+    width 64 and 128): all of them were low when the warm-up ended."""
+    low_steps: int = 1000
+    """A run that was never better is in danger after so long at ``danger_grade`` or lower. Chosen
+    on the same: the slowest of them was that low for 790 steps after the warm-up."""
     fall_steps: int = 200
     """A watched grade counts as falling when the ratio is lower than so many steps ago."""
     falling_margin: float = 0.02
@@ -54,7 +62,8 @@ class Policy:
     confirm_samples: int = 2
     """Samples in a row that an alert needs; values that are not finite need one."""
     recover_samples: int = 3
-    """Samples in a row that must call for less before an alert is taken back."""
+    """Samples in a row that must call for less before its level is lowered; that is told when they
+    call for none."""
     cooldown_steps: int = 500
     """After an alert of one level, none of the same level for so long."""
 
@@ -101,8 +110,8 @@ class Grade:
     """The grade of one sampled step.
 
     ``ratio`` is uncapped; ``grade`` and ``layer`` are None where every ratio was undefined.
-    ``alert`` is warming, healthy, "watch, stable" or "watch, falling" (S4, S3, or falling at any
-    grade), danger, or undefined.
+    ``alert`` is warming (in the warm-up, or low ever since and not yet settled), healthy, "watch,
+    stable" or "watch, falling" (S4 and lower, or falling at any grade), danger, or undefined.
     """
 
     step: int
@@ -122,6 +131,12 @@ class Grader:
     _history: deque[Grade] = field(default_factory=lambda: deque(maxlen=4096))
     _first_step: int | None = None
     _n_samples: int = 0
+    _warm_since: int | None = None
+    _low_since: int | None = None
+    """First step of the stretch at ``danger_grade`` or lower that goes on; None where none does."""
+    _best_grade: int = 0
+    """Since the warm-up."""
+    _has_settled: bool = False
 
     def update(self, step: int, raw: Mapping[int, float], column: Mapping[int, float]) -> Grade:
         """Grade one sampled step from the ratios of its blocks by layer."""
@@ -171,23 +186,47 @@ class Grader:
         quickly = (
             bool(recent) and max(past.ratio for past in recent) - ratio >= self.policy.quick_fall
         )
+        self._follow(step, grade)
+        was_better = self._best_grade - grade >= self.policy.quick_grades
         if grade > self.policy.watch_grade:
             return "watch, falling" if quickly else "healthy"
         lost = max((past.grade or 0 for past in recent), default=grade) - grade
-        if grade <= self.policy.danger_grade or lost >= self.policy.quick_grades:
+        if lost >= self.policy.quick_grades:
+            return "danger"
+        # What has been low ever since the warm-up has not collapsed.
+        if not (was_better or quickly or self._has_settled):
+            return "warming"
+        low_since = step if self._low_since is None else self._low_since
+        if grade <= self.policy.danger_grade and (
+            was_better or step - low_since >= self.policy.low_steps
+        ):
             return "danger"
         before = self._before(step - self.policy.fall_steps)
         lower = before is not None and before.ratio - ratio > self.policy.falling_margin
         falling = quickly or lower
         return "watch, falling" if falling else "watch, stable"
 
+    def _follow(self, step: int, grade: int) -> None:
+        """What is remembered of the samples since the warm-up."""
+        if self._warm_since is None:
+            self._warm_since = step
+        self._best_grade = max(self._best_grade, grade)
+        if grade > self.policy.danger_grade:
+            self._low_since = None
+        elif self._low_since is None:
+            self._low_since = step
+        if grade > self.policy.watch_grade or step - self._warm_since >= self.policy.settle_steps:
+            self._has_settled = True
+
     def _since(self, step: int) -> list[Grade]:
-        """Grades from a step on that were defined and warm."""
+        """Grades from a step on that were defined and after the warm-up."""
+        if self._warm_since is None:
+            return []
         found = []
         for past in reversed(self._history):
-            if past.step < step:
+            if past.step < max(step, self._warm_since):
                 break
-            if past.grade is not None and past.alert != "warming":
+            if past.grade is not None:
                 found.append(past)
         return found
 
