@@ -57,6 +57,9 @@ HISTORY_RECORDS: Final = 100
 """Good records of a loss or norm that the next one is compared with: steps where every step is
 recorded; where a log has every tenth, it reaches back ten times as far."""
 
+_LEAST_BLOCK, _LARGEST_BLOCK = 16, 4096
+"""Samples that are judged at once."""
+
 EPISODE_STEPS: Final = 100
 """An event this soon after the last sign of the one before belongs to the same episode."""
 
@@ -233,14 +236,41 @@ def _against_history(
     n: int,
     is_bad: IsBad,
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Judge each sample by the last n good warm samples before it: bad, and the median."""
-    baseline, warm = Baseline(n), _warm(series.steps)
-    judged = [
-        baseline.judge(float(value), is_bad, keep=bool(keep))
-        for value, keep in zip(series.values, warm, strict=True)
-    ]
-    bad, normal = zip(*judged, strict=True) if judged else ((), ())
-    return np.asarray(bad, np.bool_), np.asarray(normal, np.float64)
+    """Judge each sample by the last n good warm samples before it: bad, and the median.
+
+    As :class:`Baseline` has it, one after another; once there are n, in blocks that end at the
+    first bad sample, because logs have hundreds of thousands of steps.
+    """
+    values, joins = series.values, _warm(series.steps) & np.isfinite(series.values)
+    bad = np.zeros(len(values), np.bool_)
+    normal = np.full(len(values), np.nan)
+    baseline, good, i = Baseline(n), list[float](), 0
+    while i < len(values) and len(good) < n:
+        bad[i], normal[i] = baseline.judge(float(values[i]), is_bad, keep=bool(joins[i]))
+        if joins[i] and not bad[i]:
+            good.append(float(values[i]))
+        i += 1
+    past, size = np.array(good), _LEAST_BLOCK
+    while i < len(values):
+        block, joined = values[i : i + size], joins[i : i + size]
+        following = np.concatenate([past, block[joined]])
+        windows = sliding_window_view(following, n)[np.cumsum(joined) - joined]
+        middle = np.median(windows, axis=1)
+        deviation = 1.4826 * np.median(np.abs(windows - middle[:, None]), axis=1)
+        judged = zip(block, middle, deviation, windows.min(axis=1), strict=True)
+        first = next(
+            (k for k, one in enumerate(judged) if np.isfinite(one[0]) and is_bad(*map(float, one))),
+            None,
+        )
+        end = len(block) if first is None else first + 1
+        normal[i : i + end] = np.where(np.isfinite(block[:end]), middle[:end], np.nan)
+        if first is None:
+            past, size = following[-n:], min(2 * size, _LARGEST_BLOCK)
+        else:
+            bad[i + first] = True
+            past, size = windows[first], _LEAST_BLOCK
+        i += end
+    return bad, normal
 
 
 def _below_median(series: _Series) -> _Bad:
@@ -265,7 +295,8 @@ def _loss_spikes(series: _Series) -> _Bad:
     alone = np.zeros(len(bad), np.bool_)
     good = np.flatnonzero(~bad & _warm(series.steps) & np.isfinite(series.values))
     for i in np.flatnonzero(bad & ~running):
-        past = series.values[good[good < i][-HISTORY_RECORDS:]]
+        end = int(np.searchsorted(good, i))
+        past = series.values[good[max(0, end - HISTORY_RECORDS) : end]]
         deviation = 1.4826 * float(np.median(np.abs(past - normal[i])))
         least = LONE_LOSS_DEVIATIONS * max(deviation, _least_deviation(normal[i]))
         alone[i] = series.values[i] - normal[i] >= max(least, LONE_LOSS_SHARE * abs(normal[i]))

@@ -116,6 +116,14 @@ def test_text_logs(tmp_path: Path, text: str, expected: Values) -> None:
         assert found[signal] == pytest.approx(values, nan_ok=True)
 
 
+def test_two_columns_with_lines_that_are_none(tmp_path: Path) -> None:
+    text = "1 8.0\n2 7.0\n3 6.0\n4 1.2.3\n5\n99999999999999999999 1\n"
+    log = read_log(written(tmp_path, text), Columns())
+    assert (log.format, log.n_records) == ("two-columns", 3)
+    ((_, skipped),) = log.skipped.items()
+    assert (skipped.count, skipped.first) == (3, "line 4: '4 1.2.3'")
+
+
 def test_progress_bar_that_wrote_over_itself_is_several_lines(tmp_path: Path) -> None:
     assert imported(tmp_path, "step: 1 loss: 3\rstep: 2 loss: 2\n")["loss"] == {1: 3.0, 2: 2.0}
 

@@ -9,8 +9,9 @@ import polars as pl
 import pytest
 
 from auditor import schema
-from auditor.explain.events import events_of
+from auditor.explain.events import _against_history, _Series, events_of
 from auditor.explain.grades import grades_of
+from auditor.measure.baseline import Baseline
 from auditor.tables import polars_schema
 
 
@@ -103,3 +104,29 @@ def test_probe_loss_that_is_not_finite_is_an_event() -> None:
 def test_divergence_at_the_first_step_needs_no_baseline() -> None:
     (row,) = events([1.6e24, np.nan, np.nan, np.inf]).iter_rows(named=True)
     assert (row["kind"], row["onset_low"], row["onset_high"]) == ("non_finite", 0, 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_judge_as_one_after_another(seed: int) -> None:
+    """Spikes alone and in runs, gaps of nan, a change of level: as ``Baseline`` has it."""
+    generator = np.random.default_rng(seed)
+    loss = falling(n=1500, seed=seed)
+    loss[generator.integers(0, 1500, 25)] += generator.exponential(1.0, 25)
+    loss[700:740] += 1.0
+    loss[generator.integers(0, 1500, 10)] = np.nan
+    loss[1200:] += generator.choice([0.0, 0.4])
+    series = _Series("loss_spike", "loss", "step", None, np.arange(1500), loss)
+
+    def is_bad(value: float, median: float, deviation: float, lowest: float) -> bool:
+        return value - median >= 4 * deviation or value < lowest - 2 * deviation
+
+    baseline = Baseline(100)
+    warm = [step >= 100 for step in range(1500)]  # and 10 records
+    expected = [
+        baseline.judge(float(value), is_bad, keep=keep)
+        for value, keep in zip(loss, warm, strict=True)
+    ]
+    bad, normal = _against_history(series, 100, is_bad)
+    assert bad.tolist() == [one for one, _ in expected]
+    assert bad.sum() > 20
+    np.testing.assert_array_equal(normal, [one for _, one in expected])

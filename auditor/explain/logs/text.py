@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -77,9 +78,10 @@ def read_two_columns(path: Path, columns: Columns, progress: Progress | None = N
     for number, line in lines_of(path, progress):
         if not line.strip():
             continue
-        if are_two_columns(line):
-            step, loss = re.split(r"[\s,]+", line.strip())
-            log.add(int(step), {"loss": float(loss)})
+        cells = re.split(r"[\s,]+", line.strip())
+        step, loss = as_step(cells[0]), as_number(cells[-1])
+        if len(cells) == 2 and step is not None and loss is not None:
+            log.add(step, {"loss": loss})
         else:
             log.skip(NO_RECORD, f"line {number}: {excerpt(line)}")
     return log
@@ -118,18 +120,25 @@ def _numbers(line: str) -> Iterator[_Number]:
     for match in _NUMBER.finditer(line):
         if match.start() < end:
             continue
-        between = line[end : match.start()].rstrip(" '\"")
-        words = _BRACKETED.sub(" ", between.rstrip(":= '\""))
-        name = " ".join(_DELIMITER.split(words)[-1].strip(" '\"-*#`/").split())
+        name, is_marked = _named(line[end : match.start()])
         unit = _UNIT.match(line, match.end())
         end = unit.end() if unit else match.end()
         yield _Number(
             start=match.start(),
             spelled=match.group().replace(",", ""),
-            name=name if _LETTER.search(name) else "",
-            is_marked=between.endswith((":", "=")),
+            name=name,
+            is_marked=is_marked,
             has_unit=unit is not None,
         )
+
+
+@lru_cache(4096)  # the lines of a log have the same words
+def _named(between: str) -> tuple[str, bool]:
+    """The name at the end of what stands before a number, and whether a mark follows it."""
+    between = between.rstrip(" '\"")
+    words = _BRACKETED.sub(" ", between.rstrip(":= '\""))
+    name = " ".join(_DELIMITER.split(words)[-1].strip(" '\"-*#`/").split())
+    return name if _LETTER.search(name) else "", between.endswith((":", "="))
 
 
 def _is_step(number: _Number, columns: Columns) -> bool:
