@@ -109,7 +109,8 @@ def grade_of(ratio: float) -> int | None:
 class Grade:
     """The grade of one sampled step.
 
-    ``ratio`` is uncapped; ``grade`` and ``layer`` are None where every ratio was undefined.
+    ``ratio`` is uncapped. Where a block's is undefined that was defined before, ``ratio`` is NaN,
+    ``grade`` None, and ``layer`` that block; where every one is undefined, ``layer`` is None too.
     ``alert`` is warming (in the warm-up, or low ever since and not yet settled), healthy, "watch,
     stable" or "watch, falling" (S4 and lower, or falling at any grade), danger, or undefined.
     """
@@ -131,6 +132,8 @@ class Grader:
     _history: deque[Grade] = field(default_factory=lambda: deque(maxlen=4096))
     _first_step: int | None = None
     _n_samples: int = 0
+    _seen: set[int] = field(default_factory=set)
+    """Blocks that had a ratio before."""
     _warm_since: int | None = None
     _low_since: int | None = None
     """First step of the stretch at ``danger_grade`` or lower that goes on; None where none does."""
@@ -149,11 +152,14 @@ class Grader:
             for layer, value in raw.items()
             if math.isfinite(value) and math.isfinite(column.get(layer, math.nan))
         }
-        if ratios:
+        dead = self._seen & (raw.keys() - ratios.keys())
+        self._seen |= ratios.keys()
+        if ratios and not dead:
             layer = min(ratios, key=lambda name: ratios[name])
             ratio = ratios[layer]
         else:
-            layer, ratio = None, math.nan
+            # The first of them: what follows a dead block may be undefined by its fault.
+            layer, ratio = min(dead) if ratios else None, math.nan
         grade = grade_of(ratio)
         result = Grade(step, ratio, grade, layer, self._alert(step, ratio, grade, warm))
         self._history.append(result)
@@ -284,6 +290,8 @@ class Alerts:
         """The alert that this sample raises or takes back, None where nothing changes."""
         if grade.grade is None:
             what = "no rank ratio is defined: activations are zero or not finite"
+            if grade.layer is not None:
+                what = f"block {grade.layer} has no rank ratio: its output is zero or not finite"
         else:
             what = f"grade S{grade.grade}, ratio {grade.ratio:.2f} in block {grade.layer}"
         called = _CALLED.get(grade.alert, "")

@@ -183,7 +183,8 @@ class SignalHistory:
         if before is not None and before.grade != grade.grade and grade.alert != "warming":
             text = f"grade {wording.grade(before.grade)} -> {wording.grade(grade.grade)}"
             if grade.layer is not None:
-                text += f", ratio {grade.ratio:.2f} in {wording.block(grade.layer)}"
+                ratio = f", ratio {grade.ratio:.2f}" if math.isfinite(grade.ratio) else ""
+                text += f"{ratio} in {wording.block(grade.layer)}"
             self.changes.append(Notice(attempt, step, "", text))
         self._alerts.extend(_notice(attempt, alert) for alert in judgement.alerts)
 

@@ -144,6 +144,27 @@ def test_undefined_ratios_give_an_undefined_grade_and_do_not_enter_the_baseline(
     assert grades[21].grade == 7
 
 
+def test_a_block_that_loses_its_ratio_is_danger_and_named_though_the_others_are_well() -> None:
+    grader, alerts = Grader(), Alerts()
+    well, dead = {0: 0.8, 1: 0.8, 2: 0.8}, {0: 0.8, 1: math.nan, 2: 0.3}
+    for step in range(0, 200, 10):
+        assert alerts.of_grade(grader.update(step, well, well)) is None
+    grade = grader.update(200, dead, dead)  # block 2 is lower, for what it is given is zero
+    assert (grade.layer, grade.grade, grade.alert) == (1, None, "undefined")
+    alert = alerts.of_grade(grade)
+    assert alert is not None and (alert.level, alert.layer) == ("danger", 1)
+    assert "block 1 has no rank ratio" in alert.message
+    back = grader.update(210, well, well)
+    assert (back.grade, back.alert) == (7, "healthy")
+
+
+def test_a_block_that_never_had_a_ratio_is_left_out() -> None:
+    grader = Grader()
+    for step in range(0, 200, 10):
+        grade = grader.update(step, {0: math.nan, 1: 0.8}, {0: math.nan, 1: 0.8})
+    assert (grade.layer, grade.grade, grade.alert) == (1, 7, "healthy")
+
+
 # -- alerts: what a person is told -----------------------------------------------------------
 
 
@@ -218,7 +239,7 @@ def test_a_run_that_falls_much_further_is_told_again_whatever_was_told_before() 
 
 
 def test_recovery_is_told_when_the_run_is_well_and_not_when_danger_turns_to_watch() -> None:
-    """Within the cool-down a return to danger is not told either: who was told danger holds to it."""
+    """Within the cool-down a return to danger is not told either, so what was told holds."""
     slowly = [0.8] * 20 + [0.55] * 3 + [0.25] * 3 + [0.42] * 40 + [0.25] * 3 + [0.75] * 5
     assert [alert.level for alert in told(slowly)] == ["watch", "danger", "recovered"]
     assert told(slowly)[-1].grade == 7

@@ -153,6 +153,38 @@ def test_failing_probe_silences_no_grade_and_live_is_graded_as_offline(
     )
 
 
+@pytest.mark.parametrize("layer", [1, 2])
+def test_block_that_dies_is_danger_and_named_live_and_offline(layer: int, tmp_path: Path) -> None:
+    """A block that puts out zeros from some step on; the blocks after it go on."""
+    torch.manual_seed(0)
+    run = tmp_path / "run"
+    model = GPT(GPTConfig(n_positions=16, width=32, n_heads=2, n_blocks=3))
+    monitor = GradeMonitor(
+        model, run=run, every=5, policy=EARLY, probe=windows(8, seed=5), probe_loss=next_byte_loss
+    )
+    for step in range(45):
+        if step == 28:
+            model.blocks[layer].register_forward_hook(lambda *of_call: of_call[-1] * 0)
+        loss = next_byte_loss(model, windows(4, seed=step))
+        loss.backward()
+        model.zero_grad()
+        monitor.step(loss)
+    monitor.close()
+    (alert,) = [alert for alert in monitor.alerts if alert.signal == "grade"]
+    assert (alert.step, alert.level, alert.layer) == (30, "danger", layer)
+    assert f"block {layer} has no rank ratio" in alert.message
+    grades = monitor.grades
+    assert [(grade.grade, grade.layer) for grade in grades if grade.step >= 30] == [
+        (None, layer)
+    ] * 3
+    signals = Run.open(run).scan("signals").collect()
+    judged = [one for _, one in judgements_of(signals, EARLY)]
+    assert [repr(one.grade) for one in judged] == [repr(grade) for grade in grades]
+    assert [a.message for one in judged for a in one.alerts if a.signal == "grade"] == [
+        alert.message
+    ]
+
+
 class SyncCounter(TorchDispatchMode):
     """Counts reads of single values, each of which makes the host wait for a device."""
 
