@@ -459,7 +459,12 @@ def _begin(
 def _stretch(
     run: Run, first: int, last: int, blame: _Blame, named: list[str] | None, notes: list[str]
 ) -> Stretch:
-    inside = replay_order(run, first=first, last=last)
+    try:
+        inside = replay_order(run, first=first, last=last)
+    except RunError as error:  # its remedy is an option of the command line
+        raise RunError(
+            error.message, path=run.path, remedy="Give a checkpoint and steps= inside of it"
+        ) from None
     if inside.n_missing:
         notes.append(f"Batches missing from the record of these steps: {inside.n_missing}.")
     n_steps = inside.rows["step"].n_unique()

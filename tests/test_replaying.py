@@ -413,6 +413,11 @@ def test_other_signals_are_judged_on_request(run: Path) -> None:
             RunError,
             "before step 90",
         ),
+        (
+            {"samples": BAD, "first_step": 90, "checkpoint": "w", "steps": 5},
+            RunError,
+            "inside of it",
+        ),
         ({"samples": ["nobody"]}, RunError, "none of the 1 samples"),
         ({"samples": BAD}, RunError, "no checkpoint from step"),
         ({}, RunError, "no event has a blamed source"),

@@ -57,11 +57,11 @@ def test_interval_is_that_of_a_paired_t_test() -> None:
     assert effect.mean == pytest.approx(np.mean(a - b))
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 5])
 def test_without_an_effect_few_claims_are_made_and_intervals_cover_zero(n: int) -> None:
     """Two judged signals, whose noise is shared by the arms of a seed in part."""
     rng = np.random.default_rng(n)
-    n_replays = 1000
+    n_replays = 600
     n_claimed = n_covered = 0
     for _ in range(n_replays):
         tables = []
