@@ -21,6 +21,16 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Final
 
+_RANGES: Final[Mapping[str, tuple[int, int | None]]] = {
+    "watch_grade": (0, 7),
+    "danger_grade": (0, 7),
+    "quick_grades": (1, 7),
+    "baseline_samples": (1, None),
+    "confirm_samples": (1, None),
+    "recover_samples": (1, None),
+}
+"""Least and most of settings; of the others, whole numbers are 0 or more, ratios 0 to 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -75,8 +85,15 @@ class Policy:
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"{setting.name} must be {kind}, got {value!r}")
-            if value < 0 or (not whole and value > 1):
-                raise ValueError(f"{setting.name} must not be {value!r}")
+            least, most = _RANGES.get(setting.name, (0, None) if whole else (0.0, 1.0))
+            if not value >= least or (most is not None and value > most):
+                wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"{setting.name} must be {wanted}, got {value!r}")
+        if self.danger_grade > self.watch_grade:
+            raise ValueError(
+                f"danger_grade must not be above watch_grade, got {self.danger_grade} and "
+                f"{self.watch_grade}"
+            )
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Policy:

@@ -215,8 +215,30 @@ def test_every_threshold_is_a_setting_that_is_checked() -> None:
         Policy.of({"danger": 1})
     with pytest.raises(ValueError, match=r"warmup_steps must be a whole number, got 1\.5"):
         Policy.of({"warmup_steps": 1.5})
-    with pytest.raises(ValueError, match="quick_fall"):
+    with pytest.raises(ValueError, match=r"quick_fall must be from 0\.0 to 1\.0, got -0\.1"):
         Policy(quick_fall=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "wanted"),
+    [
+        ("watch_grade", 9, "from 0 to 7"),
+        ("danger_grade", -1, "from 0 to 7"),
+        ("danger_grade", 5, "not be above watch_grade"),
+        ("quick_grades", 0, "from 1 to 7"),  # every sample would have lost none
+        ("baseline_samples", 0, "at least 1"),
+        ("confirm_samples", 0, "at least 1"),
+        ("recover_samples", 0, "at least 1"),
+        ("settle_steps", -1, "at least 0"),
+        ("healthy_ratio", math.nan, "from 0.0 to 1.0"),
+        ("healthy_ratio", 1.5, "from 0.0 to 1.0"),
+    ],
+)
+def test_threshold_out_of_range_is_refused_with_its_range(
+    setting: str, value: float, wanted: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{setting} must .*{wanted}.*{value}"):
+        Policy.of({setting: value})
 
 
 def test_the_table_of_three_levels_on_the_log_that_goes_with_it() -> None:
