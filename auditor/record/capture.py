@@ -10,6 +10,7 @@ gradients or synchronises a device.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,8 +52,10 @@ with the first key left out, which many heads rest on; and the largest logit.
 class Captured:
     """What forwards showed; tensors float32 on the model's device, by layer (-1: embedding).
 
-    Rows of further forwards are added until there are enough; of attention the first is kept.
-    ``places``: where in its sample each row of ``positions`` lies, in [0, 1).
+    Rows of further forwards are added until there are enough; of attention the first is kept. Of a
+    block that a forward uses several times, the first use is taken.
+    ``places``: where in its sample each row of ``positions`` lies, in [0, 1). ``uses``: of a block
+    in one forward, the most that there were.
     """
 
     positions: dict[int, Tensor] = field(default_factory=dict)  # [n, D]
@@ -60,6 +63,7 @@ class Captured:
     samples: dict[int, Tensor] = field(default_factory=dict)  # [B, D], mean over positions
     values: dict[int, Tensor] = field(default_factory=dict)  # [n, H * head width]
     attention: dict[int, Tensor] = field(default_factory=dict)  # [len(ATTENTION), H]
+    uses: dict[int, int] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -82,17 +86,29 @@ def capturing(
     sites: Sequence[Site],
     failed: Callable[[str, Exception], None],
     captured: Captured | None = None,
+    model: nn.Module | None = None,
 ) -> Iterator[Captured]:
     """Capture the forwards of the blocks inside the ``with``, on top of what was ``captured``.
 
-    A failure of ours inside the forward is passed to ``failed`` and does not disturb it.
+    Inside is one forward of the model, or, with ``model`` given, as many as that is called for. A
+    failure of ours inside the forward is passed to ``failed`` and does not disturb it.
     """
     captured = Captured() if captured is None else captured
     mode = _AttentionMode(captured, failed)
     handles: list[Any] = []
+    uses: collections.Counter[int] = collections.Counter()  # of this forward
+    in_forward = model is None
+
+    def begin(*_: Any) -> None:
+        nonlocal in_forward
+        in_forward = True
+        uses.clear()
 
     def before(site: Site) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            uses[site.layer] += 1 if in_forward else 0
+            if uses[site.layer] > 1:
+                return
             mode.layer = site.layer
             if site.layer == 0:
                 with _guard(failed, "embedding"):
@@ -103,12 +119,18 @@ def capturing(
     def after(site: Site) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             mode.layer = None
+            n = uses[site.layer]
+            captured.uses[site.layer] = max(captured.uses.get(site.layer, 0), n)
+            if n > 1:
+                return
             with _guard(failed, site.path):
                 _take(captured, site.layer, output, site.batch_first)
 
         return hook
 
     try:
+        if model is not None:
+            handles.append(model.register_forward_pre_hook(begin))
         for site in sites:
             handles.append(site.module.register_forward_pre_hook(before(site), with_kwargs=True))
             handles.append(site.module.register_forward_hook(after(site)))
@@ -141,7 +163,7 @@ def _take(captured: Captured, layer: int, output: Any, batch_first: bool) -> Non
         raise TypeError(f"expected activations [B, T, D], got {_shape(output)}")
     x = x.detach() if batch_first else x.detach().transpose(0, 1)
     B, T = x.shape[:2]
-    # Two calls of one block in one forward, or micro-batches of one step: rows are added.
+    # Micro-batches of one step: rows are added.
     wanted = N_ROWS - len(captured.positions.get(layer, ()))
     if wanted > 0:
         rows = sampled_rows(x.flatten(0, 1), wanted).float()

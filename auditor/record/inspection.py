@@ -36,7 +36,7 @@ def inspect(target: str, sites: Sequence[str] | None = None) -> str:
             f"no transformer blocks found in {type(model).__name__}; name them by --site"
         )
     if batch is None:
-        return describe(model, found, {})
+        return describe(model, found, {}, {})
     failures: list[str] = []
 
     def failed(place: str, error: Exception) -> None:
@@ -49,7 +49,8 @@ def inspect(target: str, sites: Sequence[str] | None = None) -> str:
         raise ValueError(
             f"the model failed on its batch: {type(error).__name__}: {error}"
         ) from error
-    return "\n".join([describe(model, found, parts_of(captured)), *dict.fromkeys(failures)])
+    table = describe(model, found, parts_of(captured), captured.uses)
+    return "\n".join([table, *dict.fromkeys(failures)])
 
 
 def _make(target: str) -> Any:

@@ -206,7 +206,7 @@ def looking(
         evaluating(model),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
-        capturing(sites, failed, captured) as seen,
+        capturing(sites, failed, captured, model) as seen,
     ):
         yield seen
 

@@ -174,7 +174,7 @@ class GradeMonitor:
 
     def describe(self) -> str:
         """A table of what was found in the model: blocks, and of each what was seen so far."""
-        return describe(self._model, self.sites, self._signals.seen)
+        return describe(self._model, self.sites, self._signals.seen, self._signals.uses)
 
     @property
     def last_step(self) -> int | None:

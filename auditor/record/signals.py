@@ -56,7 +56,8 @@ def scalars_frame(columns: Mapping[str, np.ndarray]) -> Frame:
 class Signals:
     """Rows of ``schema.SIGNALS`` of one sampled step after another: :meth:`of`.
 
-    ``seen``: by layer, what was captured of it so far: positions, values, attention.
+    ``seen``: by layer, what was captured of it so far: positions, values, attention. ``uses``: how
+    often one forward used it, at most.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -64,12 +65,15 @@ class Signals:
         self._follows = {site.layer for site in sites if site.follows}
         self._heads = HeadBaselines()
         self.seen: dict[int, set[str]] = {}
+        self.uses: dict[int, int] = {}
 
     def of(self, kind: str, captured: Mapping[str, Any], *, warm: bool) -> Iterator[Row]:
         """Rows of one forward, ``kind`` live or probe; arrays by layer as ``Captured`` has them."""
         positions = dict(captured["positions"].items())
         for layer, parts in _parts(captured).items():
             self.seen.setdefault(layer, set()).update(parts)
+        for layer, n in captured["uses"].items():
+            self.uses[layer] = max(n, self.uses.get(layer, 0))
         for layer, matrix in positions.items():
             rows = [self._row("non_finite", layer, float(np.mean(~np.isfinite(matrix))))]
             if layer >= 0:

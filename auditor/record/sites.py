@@ -138,13 +138,18 @@ def named_blocks(model: nn.Module, sites: Sequence[str | nn.Module]) -> Sequence
     return found
 
 
-def describe(model: nn.Module, sites: Sequence[Site], seen: Mapping[int, Collection[str]]) -> str:
+def describe(
+    model: nn.Module,
+    sites: Sequence[Site],
+    seen: Mapping[int, Collection[str]],
+    uses: Mapping[int, int],
+) -> str:
     """A table of the blocks and what was seen of each, and what that leaves out.
 
     ``seen``: by layer, names of :class:`~auditor.record.capture.Captured`; empty before the first
-    forward.
+    forward. ``uses``: by layer, how often a forward uses it.
     """
-    lines = [f"{type(model).__name__}: {len(sites)} blocks"]
+    lines = [f"{type(model).__name__}: {len(sites)} {'block' if len(sites) == 1 else 'blocks'}"]
     width = max([len(site.path) for site in sites], default=0)
     for site in sites:
         own = seen.get(site.layer, ())
@@ -153,6 +158,8 @@ def describe(model: nn.Module, sites: Sequence[Site], seen: Mapping[int, Collect
         what = ", ".join(found) or "not seen"
         if found and missing:
             what += f"; not seen: {', '.join(missing)}"
+        if (n := uses.get(site.layer, 1)) > 1:
+            what += f"; used {n} times in a forward, the first is seen"
         told = what if seen else "no forward seen yet"
         lines.append(f"{site.layer:>4}  {site.path:<{width}}  {type(site.module).__name__}  {told}")
     if seen and not any("attention" in parts for parts in seen.values()):

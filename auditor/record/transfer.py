@@ -48,4 +48,5 @@ def fetched(captured: Captured) -> dict[str, Any]:
         "samples": fetch_all(captured.samples),
         "values": fetch_all(captured.values),
         "attention": fetch_all(captured.attention),
+        "uses": dict(captured.uses),
     }

@@ -16,10 +16,12 @@ import polars as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from auditor import AuditedSampler, GradeMonitor, Run
+from auditor.cli import main
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 from auditor.explain.grades import grades_of
 from auditor.measure.spectrum import attention_entropy
@@ -731,6 +733,69 @@ def test_description_says_what_was_seen_of_each_block(tmp_path: Path) -> None:
     assert "blocks.1  Unseen  output; not seen: attention, values" in text
     assert "scaled_dot_product_attention" in text
     monitor.close()
+
+
+class Looped(nn.Module):
+    """One block, used three times in a forward; its third use puts out a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = small()
+        self.gpt.blocks = nn.ModuleList([self.gpt.blocks[0]] * 3)
+        self.gpt.blocks[0].register_forward_hook(self._third)
+        self.n = 0
+
+    def _third(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return torch.ones_like(output) if self.n % 3 == 0 else output
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.gpt(ids)
+
+
+def looped() -> tuple[nn.Module, torch.Tensor]:
+    return Looped(), windows(4)[:, :-1]
+
+
+def test_block_that_is_used_several_times_is_told_and_its_first_use_is_seen(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = Looped()
+    # Few enough positions that the rows of further uses would be added to those of the first.
+    monitor = GradeMonitor(
+        model, run=tmp_path / "run", every=1, probe=windows(4), probe_loss=next_byte_loss
+    )
+    next_byte_loss(model, windows(3)).backward()
+    monitor.step(1.0)
+    assert monitor.flush()
+    assert "1 block\n" in monitor.describe()
+    assert "used 3 times in a forward, the first is seen" in monitor.describe()
+    monitor.close()
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    ranks = signals.filter((pl.col("signal") == "token_rank") & (pl.col("variant") == "raw"))
+    assert dict(ranks.select("kind", "n_rows").rows()) == {"live": 3 * T, "probe": 4 * T}
+    assert ranks["value"].min() > 0.3  # of the constant it would be .05
+    found = CliRunner().invoke(main, ["sites", f"{__name__}:looped"])
+    assert "used 3 times in a forward, the first is seen" in found.output, found.output
+
+
+def test_probe_that_is_run_in_parts_is_seen_whole(tmp_path: Path) -> None:
+    """Each part is a forward of its own."""
+
+    def in_parts(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
+        return torch.stack([next_byte_loss(model, part) for part in probe.split(2)]).mean()
+
+    model = small()
+    monitor = GradeMonitor(
+        model, run=tmp_path / "run", every=1, probe=windows(6), probe_loss=in_parts
+    )
+    monitor.step(1.0)
+    monitor.close()
+    assert "times in a forward" not in monitor.describe()
+    signals = Run.open(tmp_path / "run").scan("signals").collect()
+    ranks = signals.filter((pl.col("signal") == "token_rank") & (pl.col("kind") == "probe"))
+    assert set(ranks["n_rows"]) == {6 * T}
 
 
 class Hanging:
