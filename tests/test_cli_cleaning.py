@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import polars as pl
 import pytest
 from click.testing import CliRunner, Result
@@ -364,6 +365,15 @@ def test_explain_and_verify_find_inputs_that_moved(corpus: Path, tmp_path: Path)
     assert gone.exit_code == 1
     assert "--parents" in gone.output
     assert run("restore", tmp_path / "out", "--out", tmp_path / "back", *parents).exit_code == 0
+
+
+def test_verify_says_that_inputs_behind_urls_are_not_compared(tmp_path: Path) -> None:
+    """They are there, but would have to be fetched; cleaned shards are what matters."""
+    fsspec.filesystem("memory").pipe("/verified/a.jsonl", b'{"text": "x"}\n')
+    run("dedupe", "memory://verified", "--out", tmp_path / "out", "--workers", 1)
+    result = run("verify", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "not compared, since behind a URL: memory:///verified/a.jsonl\n" in result.output
 
 
 def test_restore_gives_rows_back(corpus: Path, tmp_path: Path) -> None:

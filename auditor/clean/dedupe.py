@@ -321,17 +321,12 @@ def _job(found: Inputs, config: DedupeConfig, marked: Marked) -> dict[str, Any]:
     for ids in (marked.exposed, marked.implicated, marked.only):
         known = ["none"] if ids is None else ["some", *sorted(ids)]
         digest.update("\n".join(known).encode("utf-8", "surrogatepass") + b"\0")
-    shards = []
-    for shard in found.shards:
-        stats = [] if isinstance(shard.path, str) else [file.stat() for file in shard.files()]
-        stamps = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-        shards.append([shard.name, str(shard.path), stamps])
     return {
         "tool_version": _version(),
         "normalisation_version": NORMALISATION_VERSION,
         "parameters": _parameters(config),
         "marked": digest.hexdigest(),
-        "shards": shards,
+        "shards": [[shard.name, str(shard.path), shard.stamps()] for shard in found.shards],
     }
 
 

@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 from auditor.clean.formats import FORMATS, format_of, format_of_name, is_mosaic_index
 from auditor.errors import ShardError
 
 _URL: Final = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://")
+
+_LOCAL: Final = re.compile(r"^(file|local)://", re.IGNORECASE)
+"""What ``fsspec`` calls the file system of this machine."""
 
 # Data all the same, which must not be passed over in silence.
 _OTHER_DATA: Final = re.compile(r"\.(bin|npy|idx|mds(\.\w+)?|csv|tsv|txt|feather|orc|zarr)$", re.I)
@@ -49,13 +53,22 @@ def is_url(given: str | Path) -> bool:
     return isinstance(given, str) and _URL.match(given) is not None
 
 
+def located(given: str | Path) -> Path | str:
+    """An input as a path on this machine, also where ``file://`` says so, or else its URL."""
+    if not is_url(given):
+        return Path(given)
+    path = _LOCAL.sub("", str(given))
+    return Path(unquote(path)) if path != given else path
+
+
 def expand(given: str | Path) -> list[Found]:
     """What an input stands for, globs in natural order.
 
     Raises ``ShardError`` for what is not there, a format that is not read, and a protocol whose
     package is missing.
     """
-    return _expand_url(str(given)) if is_url(given) else _expand_path(given)
+    place = located(given)
+    return _expand_url(place) if isinstance(place, str) else _expand_path(place)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -123,14 +136,13 @@ def _ancestors(name: str) -> list[str]:
 # On this machine
 
 
-def _expand_path(given: str | Path) -> list[Found]:
-    path = Path(given)
+def _expand_path(path: Path) -> list[Found]:
     if path.exists():
         return [_at_path(_absolute(path))]
     # Path.glob takes no absolute patterns.
-    found = glob.glob(str(given), recursive=True)  # noqa: PTH207
+    found = glob.glob(str(path), recursive=True)  # noqa: PTH207
     if not found:
-        raise ShardError("no such file or folder", path=given, remedy="Check the path")
+        raise ShardError("no such file or folder", path=path, remedy="Check the path")
     paths = sorted((_absolute(Path(name)) for name in found), key=lambda p: natural(str(p)))
     return [_at_path(path) for path in paths]
 
@@ -191,8 +203,64 @@ def filesystem(url: str) -> tuple[Any, str]:
     return system, path
 
 
+def remote_files(url: str, kind: str | None) -> tuple[Any, str, list[str]]:
+    """The file system of a unit behind a URL, its path, and those of its files; or ``OSError``."""
+    system, path = filesystem(url)
+    if kind in ("huggingface", "mosaic"):
+        return system, path, sorted(system.find(path))
+    files = [path, f"{posixpath.splitext(path)[0]}.bin"] if kind == "megatron" else [path]
+    return system, path, files
+
+
+_STAMPS: Final = frozenset(
+    [
+        "size",
+        "etag",
+        "mtime",
+        "lastmodified",
+        "modified",
+        "modificationtime",
+        "created",
+        "updated",
+        "generation",
+        "versionid",
+        "checksum",
+        "digest",
+        "md5",
+        "md5hash",
+        "contentmd5",
+        "crc32c",
+        "sha256",
+        "blobid",
+    ]
+)
+"""What file systems tell of a file that is another once it is written again, in one spelling."""
+
+
+def remote_stamps(url: str, kind: str | None) -> list[list[str]]:
+    """Size, time, check sum of each file of a unit, as far as its file system tells them.
+
+    Raises ``ShardError`` where it cannot be reached.
+    """
+    try:
+        system, _, paths = remote_files(url, kind)
+        facts = [dict(system.info(path)) for path in paths]
+    except OSError as error:
+        raise unreachable(url, error) from error
+    return [
+        sorted(f"{name}={value}" for name, value in each.items() if _plain(name) in _STAMPS)
+        for each in facts
+    ]
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
 def _expand_url(url: str) -> list[Found]:
     system, path = filesystem(url)
+    # What was listed before in this process may have changed since.
+    system.invalidate_cache()
     try:
         if glob.has_magic(path):
             paths = sorted(map(str, system.glob(path)), key=natural)

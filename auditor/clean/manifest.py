@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from auditor.clean.inputs import is_url
+from auditor.clean.inputs import located
 from auditor.clean.mixes import MixSampler
 from auditor.clean.row import Cuts, Reading, Row
 from auditor.clean.shards import Shard
@@ -107,19 +107,15 @@ class Manifest:
     @property
     def parents(self) -> tuple[Shard, ...]:
         """The shards that were cleaned: in ``parents_folder``, or where they were then."""
-        return tuple(
-            Shard(
-                _place(entry["parent"])
-                if self.parents_folder is None
-                else self.parents_folder / entry["shard"],
-                entry["shard"],
-                # Of what is behind a URL, which files belong to it goes by its format.
-                entry.get("format")
-                if self.parents_folder is None and is_url(entry["parent"])
-                else None,
-            )
-            for entry in self.document["shards"]
-        )
+        return tuple(map(self._parent, self.document["shards"]))
+
+    def _parent(self, entry: Mapping[str, Any]) -> Shard:
+        name = entry["shard"]
+        if self.parents_folder is not None:
+            return Shard(self.parents_folder / name, name)
+        place = located(entry["parent"])
+        # Of what is behind a URL, which files belong to it goes by its format.
+        return Shard(place, name, entry.get("format") if isinstance(place, str) else None)
 
     @property
     def reading(self) -> Reading:
@@ -299,11 +295,6 @@ def write_manifest(directory: Path, document: dict[str, Any]) -> Manifest:
     with atomic(directory / "manifest.json") as file:
         file.write(text.encode() + b"\n")
     return Manifest(directory, document)
-
-
-def _place(parent: str) -> Path | str:
-    """A parent as a path on this machine, or as the URL that it is."""
-    return parent if is_url(parent) else Path(parent)
 
 
 def load_manifest(path: str | Path, *, parents: str | Path | None = None) -> Manifest:

@@ -97,10 +97,10 @@ def scan_shard(task: ScanTask) -> Scanned:
     task.base.parent.mkdir(parents=True, exist_ok=True)
     findings: list[Finding] = []
     with task.shard.local(task.base.parent) as shard:
-        before = _stamp(shard)
+        before = shard.stamps()
         facts = _scan_rows(shard, task, findings)
         digest = sha256_of(shard.files())
-        if _stamp(shard) != before:
+        if shard.stamps() != before:
             raise changed(task.shard)
         scanned = Scanned(
             n_rows=len(facts["exact"]),
@@ -202,11 +202,6 @@ def _found(base: Path) -> Scanned | None:
             return None
     scanned = done["scanned"]
     return Scanned(**{**scanned, "findings": [Finding(*one) for one in scanned["findings"]]})
-
-
-def _stamp(shard: Shard) -> list[tuple[int, int]]:
-    stats = [file.stat() for file in shard.files()]
-    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def _scan_rows(shard: Shard, task: ScanTask, findings: list[Finding]) -> dict[str, NDArray[Any]]:

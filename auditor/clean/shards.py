@@ -15,13 +15,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from auditor.clean.formats import FORMATS, format_of, module_of, without_suffix
 from auditor.clean.formats.folder import atomic_folder
-from auditor.clean.inputs import Found, Unit, expand, filesystem, is_url, natural, unreachable
+from auditor.clean.inputs import (
+    Found,
+    Unit,
+    expand,
+    is_url,
+    natural,
+    remote_files,
+    remote_stamps,
+    unreachable,
+)
 from auditor.clean.row import DEFAULTS, Cuts, Finding, Findings, Reading, Row
 from auditor.errors import ShardError
 from auditor.files import atomic
@@ -58,6 +68,16 @@ class Shard:
     def files(self) -> tuple[Path, ...]:
         """Every file of a local shard, in order; raises ``ShardError`` where it names none."""
         return tuple(module_of(self.format).files(self._path()))
+
+    def stamps(self) -> list[list[Any]]:
+        """Of each file what is another once it is written again: of a local one, size and time.
+
+        Raises ``ShardError`` where what is behind a URL cannot be reached.
+        """
+        if isinstance(self.path, str):
+            return list(remote_stamps(self.path, self.format))
+        stats = [file.stat() for file in self.files()]
+        return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
     def rows(
         self, reading: Reading = DEFAULTS, findings: list[Finding] | None = None
@@ -147,6 +167,8 @@ class Shard:
     def local(self, scratch: Path) -> Iterator[Shard]:
         """The shard on this machine: itself, or a copy in ``scratch`` removed at the end.
 
+        An error of the copy that ends the block names the file that was copied.
+
         Raises ``ShardError`` where a URL cannot be read.
         """
         if not isinstance(self.path, str):
@@ -154,7 +176,15 @@ class Shard:
             return
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch, prefix="shard-") as folder:
-            yield replace(self, path=_fetch(self.path, Path(folder), self.kind))
+            try:
+                yield replace(self, path=_fetch(self.path, Path(folder), self.kind))
+            except ShardError as error:
+                # The copy is gone when this is read.
+                here, there = f"{folder}/", self.path[: self.path.rindex("/") + 1]
+                error.message = error.message.replace(here, there)
+                if str(error.path).startswith(here):
+                    error.path = str(error.path).replace(here, there)
+                raise
 
     def _is_whole(self, n_rows: int, reading: Reading) -> bool:
         if reading.on_error == "raise":
@@ -203,21 +233,15 @@ def _notice_repeated(ids: array[int], numbers: array[int], findings: Findings) -
 
 def _fetch(url: str, folder: Path, kind: str | None) -> Path:
     """Download a unit into ``folder``; returns its path there."""
-    system, path = filesystem(url)
-    name = PurePosixPath(path).name
     try:
-        if kind in ("huggingface", "mosaic"):
-            for each in system.find(path):
-                target = folder / name / posixpath.relpath(each, path)
-                if not target.resolve().is_relative_to(folder.resolve()):
-                    raise ShardError(f"holds a file that leads out of it: {each!r}", path=url)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                system.get_file(each, str(target))
-        else:
-            system.get_file(path, str(folder / name))
-            if kind == "megatron":
-                binary = PurePosixPath(path).with_suffix(".bin")
-                system.get_file(str(binary), str(folder / binary.name))
+        system, path, files = remote_files(url, kind)
+        name = PurePosixPath(path).name
+        for each in files:
+            target = folder / posixpath.relpath(each, posixpath.dirname(path))
+            if not target.resolve().is_relative_to(folder.resolve()):
+                raise ShardError(f"holds a file that leads out of it: {each!r}", path=url)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(each, str(target))
     except OSError as error:
         raise unreachable(url, error) from error
     return folder / name

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,7 +155,13 @@ class KeptRows:
             yield replace(self, shard=shard)
 
     def rows(self, reading: Reading) -> Iterator[Row]:
-        for row, is_kept in zip(self.shard.rows(reading), self.keep, strict=True):
+        for row, is_kept in zip_longest(self.shard.rows(reading), self.keep):
+            if row is None or is_kept is None:
+                raise ShardError(
+                    "has another number of rows than when it was read first",
+                    path=self.path,
+                    remedy="Let nothing write the shards, and start again",
+                )
             yield row if is_kept else row._replace(content=None)
 
 

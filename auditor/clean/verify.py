@@ -19,8 +19,9 @@ class VerifyResult:
     """What ``verify`` found.
 
     ``n_shards_hashed``: shards whose rows were there and were hashed, in the cleaned shards or,
-    where the manifest stands alone, in the parents. Parents that are gone are reported; they are a
-    failure where the rows that stay are read from them, or the folder they are in was named.
+    where the manifest stands alone, in the parents. ``missing_parents`` are gone, or behind URLs
+    and not fetched to be compared. Parents that are gone are a failure where the rows that stay are
+    read from them, or the folder they are in was named.
     """
 
     n_shards: int

@@ -34,6 +34,7 @@ def verify(folder: Path, sample: int | None, parents: Path | None, as_json: bool
     """
     from dataclasses import asdict
 
+    from auditor.clean.inputs import is_url
     from auditor.clean.verify import verify as check
 
     with progress_bar(quiet=as_json) as progress:
@@ -44,7 +45,8 @@ def verify(folder: Path, sample: int | None, parents: Path | None, as_json: bool
         for failure in result.failures:
             click.echo(f"FAILED  {failure}")
         for parent in result.missing_parents:
-            click.echo(f"not there to compare: {parent}")
+            why = "not compared, since behind a URL" if is_url(parent) else "not there to compare"
+            click.echo(f"{why}: {parent}")
         verdict = "verified" if result.ok else f"FAILED, {len(result.failures)} in all"
         click.echo(
             f"{verdict}: hashed {result.n_shards_hashed} of {result.n_shards} shards, checked the "

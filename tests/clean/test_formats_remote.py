@@ -19,6 +19,7 @@ import datasets
 import fsspec
 import numpy as np
 import pytest
+from elsewhere import elsewhere
 from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
@@ -66,7 +67,7 @@ def read_all(inputs: list[str], scratch: Path) -> list[object]:
 
 
 def test_folders_globs_and_files_behind_urls(tree: Path, tmp_path: Path) -> None:
-    url = tree.as_uri()
+    url = elsewhere(tree)
     found = find_shards([url])
     assert [shard.name for shard in found.shards] == NAMES
     assert [Path(str(path)).name for path in found.ignored] == ["notes.csv"]
@@ -110,7 +111,7 @@ def test_cleaning_what_is_behind_urls_gives_what_cleaning_files_gives(
     write_jsonl(tree / "web" / "part-12.jsonl.zst", [{"text": t} for t in reversed(more)])
     shutil.rmtree(tree / "books")  # whose contents are not cut
     config = DedupeConfig(substrings="cut")
-    for name, given in (("there", tree.as_uri()), ("here", tree)):
+    for name, given in (("there", elsewhere(tree)), ("here", tree)):
         out = tmp_path / name
         manifest = dedupe([given], out, config=config)
         assert manifest.counts["near"] > 0 < manifest.document["substrings"]["n_spans"]
@@ -131,6 +132,24 @@ def hashes(path: Path) -> dict[str, str]:
     return {str(file.relative_to(path)): sha256(file) for file in files}
 
 
+def test_errors_name_the_url_and_not_the_copy_that_is_gone(tree: Path, tmp_path: Path) -> None:
+    """Also for the files of a unit that is a folder, and where dropped rows are given back."""
+    bad = tree / "web" / "part-2.jsonl"
+    bad.write_text('{"id": "1", "text": "hi"}\n{"id": "2", "text":\n')
+    with pytest.raises(ShardError, match=f"^{elsewhere(bad)}, row 1: not a line of JSON"):
+        dedupe([elsewhere(tree)], tmp_path / "out")
+    bad.unlink()
+    (arrow,) = (tree / "books" / "train").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:-300])
+    with pytest.raises(ShardError, match=f"^{elsewhere(arrow)}: cannot be read as Arrow"):
+        dedupe([elsewhere(tree)], tmp_path / "out")
+    (tree / "books" / "train" / "state.json").write_text("{")
+    with pytest.raises(ShardError) as told:
+        dedupe([elsewhere(tree)], tmp_path / "out")
+    assert str(told.value).startswith(f"{elsewhere(tree)}/books/train/state.json: cannot be read")
+    assert str(tmp_path / "out") not in str(told.value)
+
+
 def test_a_local_shard_stays_where_it_is(tree: Path, tmp_path: Path) -> None:
     for shard in find_shards([tree]).shards:
         with shard.local(tmp_path) as local:
@@ -139,7 +158,7 @@ def test_a_local_shard_stays_where_it_is(tree: Path, tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_a_url_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ShardError, match="no such file or folder"):
-        find_shards([(tmp_path / "absent").as_uri()])
+        find_shards([elsewhere(tmp_path / "absent")])
     with pytest.raises(ShardError, match=r"nowhere://a: .*Protocol not known"):
         find_shards(["nowhere://a"])
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,11 +25,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from elsewhere import Elsewhere, elsewhere
 from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
-from auditor.clean.shards import MARKER
+from auditor.clean.shards import MARKER, find_shards
 from auditor.clean.verify import verify
 from auditor.errors import ShardError
 
@@ -444,10 +446,12 @@ def at(stage: str, action: Callable[[], object]) -> Callable[[str, int, int], No
     return progress
 
 
+@pytest.mark.parametrize("place", [Path, elsewhere])
 @pytest.mark.parametrize("stage", ["compare", "write"])
 def test_an_input_changed_under_the_same_size_and_time_is_refused(
-    small: Path, tmp_path: Path, stage: str
+    small: Path, tmp_path: Path, stage: str, place: Callable[[Path], str | Path]
 ) -> None:
+    """Also one behind a URL, by the same words."""
     shutil.copytree(small, tmp_path / "in")
     path = tmp_path / "in" / "0" / "part-0.jsonl"
 
@@ -460,8 +464,9 @@ def test_an_input_changed_under_the_same_size_and_time_is_refused(
             before.st_mtime_ns,
         )
 
-    with pytest.raises(ShardError, match=r"part-0\.jsonl: changed while .*start again"):
-        dedupe([tmp_path / "in"], tmp_path / "out", progress=at(stage, change))
+    where = re.escape(f"{place(path)}: changed while ")
+    with pytest.raises(ShardError, match=f"^{where}.*start again"):
+        dedupe([place(tmp_path / "in")], tmp_path / "out", progress=at(stage, change))
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -492,18 +497,65 @@ def test_an_input_that_is_gone_is_named_and_the_call_goes_on_once_it_is_back(
     assert data == {n: kept for n, kept in expected_small.items() if n.startswith("data")}
 
 
-def test_inputs_touched_since_are_read_again(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [Path, elsewhere])
+def test_an_input_of_other_rows_when_its_substrings_are_read_is_refused(
+    small: Path, tmp_path: Path, place: Callable[[Path], str | Path]
+) -> None:
     shutil.copytree(small, tmp_path / "in")
-    interrupt_at_write(tmp_path / "in", tmp_path / "out")
+    path = tmp_path / "in" / "0" / "part-0.jsonl"
+
+    def cut() -> None:
+        path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n")
+
+    where = re.escape(f"{place(path)}: has another number of rows")
+    with pytest.raises(ShardError, match=f"^{where}.*start again"):
+        dedupe(
+            [place(tmp_path / "in")],
+            tmp_path / "out",
+            config=DedupeConfig(substrings="report"),
+            progress=at("substrings: read", cut),
+        )
+
+
+@pytest.mark.parametrize("place", [Path, elsewhere])
+def test_inputs_touched_since_are_read_again(
+    small: Path, tmp_path: Path, place: Callable[[Path], str | Path]
+) -> None:
+    """What a file system tells of what is behind a URL is compared as size and time are."""
+    shutil.copytree(small, tmp_path / "in")
+    interrupt_at_write(place(tmp_path / "in"), tmp_path / "out")
     for path in (tmp_path / "in").rglob("*.jsonl"):
         path.write_bytes(path.read_bytes().upper().replace(b"ID", b"id").replace(b"TEXT", b"text"))
-    dedupe([tmp_path / "in"], tmp_path / "out")
-    fresh = dedupe([tmp_path / "in"], tmp_path / "fresh")
+    dedupe([place(tmp_path / "in")], tmp_path / "out")
+    fresh = dedupe([place(tmp_path / "in")], tmp_path / "fresh")
     assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
     assert fresh.rows["sample_id"][0].startswith("R")
 
 
-def interrupt_at_write(inputs: Path, out: Path) -> None:
+def test_what_file_systems_tell_of_a_file_is_known_by_any_spelling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the file systems of S3, Google's and Azure's storage, HTTP and the Hub have them."""
+    url = elsewhere(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    told = {
+        "ETag": '"0a1b"',
+        "LastModified": "2026-01-02",
+        "Last-Modified": "Fri",
+        "last_modified": "2026",
+        "md5Hash": "x==",
+        "generation": "17",
+        "updated": "2026",
+        "VersionId": "v1",
+        "blob_id": "f00",
+    }
+    for name, value in told.items():
+        facts = {"name": "a", "type": "file", "size": 14, "url": "https://signed", name: value}
+        monkeypatch.setattr(Elsewhere, "info", lambda *_, facts=facts, **__: facts)
+        (shard,) = find_shards([url]).shards
+        assert shard.stamps() == [sorted([f"{name}={value}", "size=14"])]
+
+
+def interrupt_at_write(inputs: str | Path, out: Path) -> None:
     """Begin a call that is stopped by Ctrl-C once its decisions are made."""
 
     def interrupt() -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+from elsewhere import elsewhere
 from jsonl_files import write_jsonl
 from megatron_files import read_megatron, write_megatron
 
@@ -439,6 +440,20 @@ def test_verification_of_a_manifest_alone_fails_where_its_rows_are_gone(
     assert found.failures == (f"{tmp_path / 'in' / 'b.jsonl'}: the input is not there any more",)
 
 
+def test_parents_that_a_manifest_names_by_file_urls_are_compared(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dedupe([path.as_uri()], tmp_path / "out")
+    manifest = tmp_path / "out" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    assert document["shards"][0]["parent"] == str(path)
+    document["shards"][0]["parent"] = path.as_uri()  # as it once was written
+    manifest.write_text(json.dumps(document))
+    assert verify(tmp_path / "out").missing_parents == ()
+    write_jsonl(path, ROWS[1:])
+    (failure,) = verify(tmp_path / "out").failures
+    assert failure == f"{path}: the input has changed since it was cleaned"
+
+
 def test_parents_that_are_gone_are_a_failure_where_their_folder_was_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     dedupe([path], tmp_path / "out")
@@ -456,7 +471,7 @@ def test_rows_that_stay_are_read_from_urls(tmp_path: Path, monkeypatch: pytest.M
     write_jsonl(tmp_path / "in" / "a.jsonl", ROWS)
     saved = datasets.Dataset.from_list([{"id": "t0", "text": "new"}, {"id": "t1", "text": LOREM}])
     saved.save_to_disk(tmp_path / "in" / "saved")
-    dedupe([(tmp_path / "in").as_uri()], tmp_path / "out", manifest_only=True)
+    dedupe([elsewhere(tmp_path / "in")], tmp_path / "out", manifest_only=True)
     assert ids(load_manifest(tmp_path / "out")) == ["r0", "r1", "r6", "t0"]
     assert verify(tmp_path / "out").n_shards_hashed == 2
     write_jsonl(tmp_path / "in" / "a.jsonl", ROWS[1:])

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from elsewhere import elsewhere
 from jsonl_files import write_jsonl
 
 from auditor.clean.row import Reading
@@ -71,7 +72,20 @@ def test_find_shards_says_which_formats_are_read(tmp_path: Path, name: str) -> N
 def test_find_shards_refuses_two_units_of_one_name(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(ShardError, match=r"has the name 'a.jsonl', and so has"):
-        find_shards([tmp_path / "a.jsonl", (tmp_path / "a.jsonl").as_uri()])
+        find_shards([tmp_path / "a.jsonl", elsewhere(tmp_path / "a.jsonl")])
+
+
+def test_a_file_url_is_a_path_on_this_machine(tmp_path: Path) -> None:
+    """Also one with escapes, and a glob; so an output in such an input is refused."""
+    folder = tmp_path / "my texts"
+    path = write_jsonl(folder / "a.jsonl", TEXTS)
+    assert folder.as_uri().endswith("my%20texts")
+    for given in (folder.as_uri(), f"FILE://{folder}", f"local://{folder}"):
+        assert find_shards([given]) == find_shards([folder])
+    globbed = find_shards([f"file://{folder}/*.jsonl", path]).shards
+    assert globbed == (Shard(path, "a.jsonl", "jsonl"),)
+    with pytest.raises(ShardError, match="lies within the input"):
+        check_out(folder / "out", find_shards([folder.as_uri()]))
 
 
 def test_find_shards_refuses_a_missing_path(tmp_path: Path) -> None:
