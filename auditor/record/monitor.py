@@ -32,7 +32,7 @@ from auditor.record.live import LiveForward, call_on, looking, random_state_kept
 from auditor.record.recorder import Recorder, recorder_for
 from auditor.record.schedule import Schedule
 from auditor.record.sharding import agreement, is_sharded, whole
-from auditor.record.signals import Signals, frame_of, scalars_frame
+from auditor.record.signals import MIN_ROWS, Signals, frame_of, scalars_frame
 from auditor.record.sites import describe, eager, find_blocks, named_blocks
 from auditor.record.transfer import fetched, to_host
 
@@ -166,6 +166,7 @@ class GradeMonitor:
         # What follows belongs to the recorder's thread.
         self._signals = Signals(self.sites)
         self._judge = Judge(policy)
+        self._has_enough_rows = True
         self._step_judge = StepJudge(policy)
         self._hurry = False  # scalars are to be sent at the next step
         self._losses: collections.deque[float] = collections.deque(maxlen=SCALARS_STEPS)
@@ -463,6 +464,7 @@ class GradeMonitor:
             grade = judgement.grade
             value = np.nan if grade.grade is None else grade.grade
             row = {"kind": judgement.kind, "signal": "grade", "layer": grade.layer, "value": value}
+            self._doubt_few_rows(rows, judgement.kind)
             rows.append(row)
             _append(self.grades, grade)
         self._recorder.append_signals(frame_of(step, rows))
@@ -472,6 +474,21 @@ class GradeMonitor:
             self._schedule.spend(extra_s + beside)
         if judgement is not None:
             self._tell(judgement)
+
+    def _doubt_few_rows(self, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
+        """Say it once where grades are of too few positions."""
+        of_blocks = (row for row in rows if row["signal"] == "token_rank" and row["kind"] == kind)
+        n = min(row["n_rows"] for row in of_blocks)
+        if n < MIN_ROWS and self._has_enough_rows:
+            self._has_enough_rows = False
+            log.warning(
+                "auditor: the %s is graded on %d %s of each block; below %d a grade says nothing. "
+                "Give probe= more or longer samples",
+                "probe" if kind == "probe" else "training batch",
+                n,
+                "position" if n == 1 else "positions",
+                MIN_ROWS,
+            )
 
     def _tell(self, judgement: Judgement) -> None:
         step = judgement.grade.step

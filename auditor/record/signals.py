@@ -13,8 +13,9 @@ from auditor.measure.spectrum import VARIANTS, Forms, rank_ratio, residual_simil
 from auditor.record.capture import Captured
 from auditor.record.sites import Site
 
-MIN_SEGMENT_ROWS: Final = 32
-"""Rows that a segment of the sequence needs for a rank of its own."""
+MIN_ROWS: Final = 32
+"""Rows that a rank ratio needs to mean something: of one row it is 1, of two nearly always. A
+segment of the sequence with fewer has none."""
 
 Row = dict[str, Any]
 
@@ -118,7 +119,7 @@ class Signals:
         """The first and the last half of the sequence, each by itself, equally many rows."""
         halves = {"front": matrix[places < 0.5], "back": matrix[places >= 0.5]}
         n = min(len(half) for half in halves.values())
-        if n < MIN_SEGMENT_ROWS:
+        if n < MIN_ROWS:
             return
         for segment, half in halves.items():
             rows = half[np.arange(n) * len(half) // n]

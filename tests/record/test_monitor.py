@@ -798,6 +798,25 @@ def test_probe_that_is_run_in_parts_is_seen_whole(tmp_path: Path) -> None:
     assert set(ranks["n_rows"]) == {6 * T}
 
 
+@pytest.mark.parametrize(
+    ("shape", "told"), [((1, 1), True), ((1, 31), True), ((1, 32), False), ((16, 2), False)]
+)
+def test_probe_of_too_few_positions_is_told_once(
+    shape: tuple[int, int], told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one position the rank ratio is 1, whatever the model: S7, for ever."""
+    probe = windows(shape[0])[:, : shape[1]]
+    monitor = GradeMonitor(small(), run=tmp_path / "run", every=1, probe=probe)
+    for _ in range(3):
+        monitor.step(1.0)
+    monitor.close()
+    assert len(monitor.grades) == 3
+    assert caplog.text.count("a grade says nothing") == told
+    if shape == (1, 1):
+        assert [grade.ratio for grade in monitor.grades] == pytest.approx([1.0] * 3)
+        assert "the probe is graded on 1 position of each block" in caplog.text
+
+
 class Hanging:
     """An exporter that never comes back, so that its thread stays."""
 
