@@ -89,11 +89,15 @@ def dedupe(
             stay from the inputs.
 
     Raises:
-        ShardError: an input cannot be read, the output cannot be written, or is in use.
+        ShardError: an input cannot be read, the output cannot be written, or is in use; or spans
+            are to be cut out of a shard whose format is not cut.
     """
     out, config, marked = Path(out), config or DedupeConfig(), marked or Marked()
     found = find_shards(inputs)
     check_out(out, found)
+    if config.substrings == "cut" and not manifest_only:
+        for shard in found.shards:
+            shard.check_cut()
     job = _job(found, config, marked)
     with (
         _writing(out),

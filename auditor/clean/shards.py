@@ -122,19 +122,23 @@ class Shard:
         """
         self._check(reading)
         if cuts:
-            module = module_of(self.format)
-            if not hasattr(module, "copy_cut"):
-                raise ShardError(
-                    f"contents of {self.format} shards are not changed",
-                    path=self.path,
-                    remedy="Report substrings instead of cutting them, or convert to JSON Lines",
-                )
-            module.copy_cut(self._path(), out, keep, reading, cuts)
+            self.check_cut()
+            module_of(self.format).copy_cut(self._path(), out, keep, reading, cuts)
         elif keep.all() and self._is_whole(len(keep), reading):
             # Nothing to remove: the child is the parent, byte for byte.
             self._copy_files(out)
         else:
             module_of(self.format).copy(self._path(), out, keep, reading)
+
+    def check_cut(self) -> None:
+        """Raise ``ShardError`` where spans cannot be cut out of contents of this format."""
+        if not hasattr(module_of(self.format), "copy_cut"):
+            raise ShardError(
+                f"contents of {self.format} shards are not changed",
+                path=self.path,
+                remedy="Report substrings instead of cutting them (--substrings report), write no "
+                "shards (--manifest-only), or convert this one to JSON Lines or Parquet",
+            )
 
     def copy_readable(
         self, out: Path, keep: NDArray[np.bool_], reading: Reading

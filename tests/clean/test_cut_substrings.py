@@ -145,7 +145,20 @@ def test_substrings_of_tokens_are_cut_unless_a_mask_lies_beside_them(tmp_path: P
 def test_substrings_are_not_cut_in_formats_that_belong_to_others(tmp_path: Path) -> None:
     with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.schema([("text", pa.string())])) as writer:
         writer.write_table(pa.table({"text": [row["text"] for row in ROWS]}))
-    with pytest.raises(ShardError, match=r"arrow shards are not changed.*Report"):
-        dedupe([tmp_path / "a.arrow"], tmp_path / "out", config=config("cut"))
+    write_jsonl(tmp_path / "0.jsonl", ROWS)
+    told: list[object] = []
+    refused = r"a\.arrow: contents of arrow shards are not changed.*--substrings report.*convert"
+    for dry_run in (True, False):  # a rehearsal says what is to come
+        with pytest.raises(ShardError, match=refused):
+            dedupe(
+                [tmp_path / "0.jsonl", tmp_path / "a.arrow"],
+                tmp_path / "out",
+                config=config("cut"),
+                progress=lambda *event: told.append(event),
+                dry_run=dry_run,
+            )
+    # Before anything was read, and nothing is left behind.
+    assert told == []
+    assert not (tmp_path / "out").exists()
     manifest = dedupe([tmp_path / "a.arrow"], tmp_path / "out", config=config("report"))
     assert manifest.document["substrings"]["n_spans"] == 1
