@@ -338,7 +338,8 @@ def _implicated(run: Run) -> frozenset[str]:
 
 def _ids(path: Path, option: str) -> frozenset[str]:
     try:
-        lines = path.read_text("utf-8").split("\n")
+        # Editors and spreadsheets put a byte order mark first.
+        lines = path.read_text("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{option}: {path} is not UTF-8: {error}") from error
     return frozenset(line.removesuffix("\r") for line in lines) - {""}
