@@ -18,7 +18,8 @@ from auditor.clean.decide import REASONS
 from auditor.clean.engine import Progress, told
 from auditor.clean.manifest import Manifest
 from auditor.clean.shards import MARKER, Inputs, check_out
-from auditor.errors import ManifestError, ShardError
+from auditor.clean.work import interrupted_here
+from auditor.errors import ManifestError
 from auditor.files import atomic, sha256
 
 _REASONS: Final = tuple(name for name in REASONS if name is not None)
@@ -158,11 +159,7 @@ def _marked(out: Path, job: dict[str, Any]) -> Iterator[None]:
     """Mark the folder as incomplete until the block ends without an error."""
     marker, text = out / MARKER, json.dumps(job, sort_keys=True)
     if marker.exists() and (marker.is_dir() or marker.read_text("utf-8") != text):
-        raise ShardError(
-            "another call was interrupted here",
-            path=out,
-            remedy="Choose another --out, or remove the folder",
-        )
+        raise interrupted_here(out)
     with atomic(marker) as file:
         file.write(text.encode())
     yield

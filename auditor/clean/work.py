@@ -95,13 +95,20 @@ def damaged(path: Path) -> ShardError:
     )
 
 
+def interrupted_here(out: Path) -> ShardError:
+    """The refusal of a folder in which a call of another kind was interrupted."""
+    return ShardError(
+        "another call was interrupted here",
+        path=out,
+        remedy="Choose another --out, or remove the folder",
+    )
+
+
 def _claim(out: Path, folder: Path) -> None:
     """Make the work folder, unless an interrupted call left one."""
     out.mkdir(parents=True, exist_ok=True)
-    if folder.is_file():  # as it was before it became a folder
-        folder.unlink()
-        folder.mkdir()
-        return
+    if folder.is_file():  # the mark of ``restore``
+        raise interrupted_here(out)
     try:
         folder.mkdir()
     except FileExistsError:

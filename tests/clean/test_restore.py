@@ -339,6 +339,10 @@ def test_interrupted_restore_can_be_made_again(
     with pytest.raises(KeyboardInterrupt):
         restore(manifest, tmp_path / "back", progress=stop)
     assert (tmp_path / "back" / MARKER).exists()
+    left = sorted(tmp_path.glob("back/*"))
+    with pytest.raises(ShardError, match="another call was interrupted here"):
+        dedupe([tmp_path / "in"], tmp_path / "back")
+    assert sorted(tmp_path.glob("back/*")) == left  # rows that were given back are not cleared
     with pytest.raises(ShardError, match="another call was interrupted here"):
         restore(manifest, tmp_path / "back", reason="exact")
     assert restore(manifest, tmp_path / "back").n_rows == 4 + 7
