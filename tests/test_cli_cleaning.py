@@ -150,6 +150,10 @@ def test_substrings_are_listed_on_request(tmp_path: Path) -> None:
         (["--source-threshold", "web"], ["SOURCE=VALUE", "'web'"]),
         (["--source-threshold", "web=high"], ["SOURCE=VALUE", "'web=high'"]),
         (["--source-threshold", "web=2"], ["threshold", "web=2.0"]),
+        (
+            ["--source-threshold", "web=0.9", "--source-threshold", "web=0.5"],
+            ["--source-threshold names 'web' twice: 0.9 and 0.5"],
+        ),
         (["--keep", "best"], ["highest:COLUMN", "'best'"]),
         (["--copies", "0"], ["copies", "0"]),
         (["--soft", "--copies", "2"], ["copies must be 1"]),
@@ -233,7 +237,7 @@ def test_findings_are_told_on_standard_error(tmp_path: Path) -> None:
     result = run("dedupe", path, "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["n_findings"] == 1
-    assert "1 findings about the shards" in result.stderr
+    assert "1 finding about the shards" in result.stderr
     assert "a.jsonl:1  'text' is null or missing" in result.stderr
 
 

@@ -23,10 +23,8 @@ or killed, goes on when it is made again, and gives the same bytes.
 
 from __future__ import annotations
 
-import errno
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from importlib import metadata
@@ -45,9 +43,8 @@ from auditor.clean.mixes import cap_repetition
 from auditor.clean.scan import Scan, ScanTask, join_scans, scan_shard
 from auditor.clean.shards import Inputs, Shard, check_out, find_shards
 from auditor.clean.substrings import KeptRows, rows_with_spans, substring_duplicates
-from auditor.clean.work import work_folder
+from auditor.clean.work import work_folder, writing
 from auditor.clean.write import WriteTask, Written, write_rows, write_shard
-from auditor.errors import ShardError
 from auditor.files import atomic, sha256
 from auditor.measure.sketch import NORMALISATION_VERSION
 from auditor.schema import MANIFEST_VERSION
@@ -100,7 +97,7 @@ def dedupe(
             shard.check_cut()
     job = _job(found, config, marked)
     with (
-        _writing(out),
+        writing(out, "The same command goes on where it stopped"),
         work_folder(None if dry_run else out, job) as work,
     ):
         return _run(
@@ -336,21 +333,6 @@ def _job(found: Inputs, config: DedupeConfig, marked: Marked) -> dict[str, Any]:
 
 def _parameters(config: DedupeConfig) -> dict[str, Any]:
     return {**asdict(config), "protect_ids": sorted(config.protect_ids)}
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """An operating system that refuses to write is told of as bad input is."""
-    try:
-        yield
-    except OSError as error:
-        again = "The same command goes on where it stopped"
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ShardError(
-            f"cannot go on: {error.strerror or error}",
-            path=error.filename or out,
-            remedy=f"Free some space. {again}" if full else f"Mend that. {again}",
-        ) from error
 
 
 def _sources(

@@ -18,7 +18,7 @@ from auditor.clean.decide import REASONS
 from auditor.clean.engine import Progress, told
 from auditor.clean.manifest import Manifest
 from auditor.clean.shards import MARKER, Inputs, check_out
-from auditor.clean.work import interrupted_here
+from auditor.clean.work import interrupted_here, writing
 from auditor.errors import ManifestError
 from auditor.files import atomic, sha256
 
@@ -69,8 +69,8 @@ def restore(
         progress: called with ``restore``, and bytes of parents that are copied from and there are.
 
     Raises:
-        ShardError: a parent is not there or has changed, or ``out`` is in use. No row is written
-            then, unless the parent is behind a URL.
+        ShardError: a parent is not there or has changed, or ``out`` is in use: no row is written
+            then, unless the parent is behind a URL. Or ``out`` cannot be written.
         ManifestError: no row was dropped for that reason, or from that source.
         ValueError: there is no such reason.
     """
@@ -94,7 +94,7 @@ def restore(
     )
     job = {"rows_sha256": manifest.document.get("rows_sha256"), "reason": reason, "source": source}
     lost_by_shard: dict[str, int] = {}
-    with _marked(out, job):
+    with writing(out, "The same command begins again"), _marked(out, job):
         for number, place in enumerate(places):
             with manifest.parent_as_cleaned(place) as shard:
                 reading = manifest.reading_of_parents

@@ -15,6 +15,7 @@ told by its size and made again.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -68,6 +69,29 @@ def work_folder(out: Path | None, job: dict[str, Any]) -> Iterator[Path]:
         folder.rmdir()
     finally:
         lock.release()
+
+
+@contextmanager
+def writing(out: Path, again: str) -> Iterator[None]:
+    """An operating system that refuses to write is told of as bad input is.
+
+    ``again``: what the same command does, a sentence without its full stop.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = Path(error.filename) if isinstance(error.filename, str) else out
+        remedy = again
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"Free some space. {again}"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            here, there = out.absolute(), path.absolute()
+            is_out = there.is_relative_to(here) or here.is_relative_to(there)
+            change = "Choose another --out, or change" if is_out else "Change"
+            remedy = f"{change} the permissions there. {again}"
+        raise ShardError(
+            f"cannot go on: {error.strerror or error}", path=path, remedy=remedy
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

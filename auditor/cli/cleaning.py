@@ -302,11 +302,22 @@ def _config(policy: dict[str, Any]) -> DedupeConfig:
     keep_repetitive = policy.pop("keep_repetitive")
     with checking():
         return DedupeConfig(
-            thresholds=dict(map(_source_threshold, thresholds)),
+            thresholds=_source_thresholds(thresholds),
             protect_ids=frozenset() if file is None else _ids(file, "--protect-ids"),
             repetition=not keep_repetitive,
             **policy,
         )
+
+
+def _source_thresholds(given: tuple[str, ...]) -> dict[str, float]:
+    pairs = list(map(_source_threshold, given))
+    thresholds = dict(pairs)
+    for source, value in pairs:
+        if thresholds[source] != value:
+            raise click.UsageError(
+                f"--source-threshold names {source!r} twice: {value:g} and {thresholds[source]:g}"
+            )
+    return thresholds
 
 
 def _source_threshold(given: str) -> tuple[str, float]:

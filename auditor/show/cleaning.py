@@ -169,7 +169,8 @@ def warnings(manifest: Manifest, *, unknown_ids: Collection[str] = ()) -> Iterat
     if n := document["n_findings"]:
         kinds = Counter(_kind(one) for one in document["findings"])
         listed = len(document["findings"])
-        yield f"{n} findings about the shards{f', of the first {listed}' if n > listed else ''}:"
+        of = f", of the first {listed}" if n > listed else ""
+        yield f"{counted(n, 'finding')} about the shards{of}:"
         for kind, count in kinds.most_common(_KINDS):
             yield f"{count:>9} {kind}"
             alike = [one for one in document["findings"] if _kind(one) == kind][:_EXAMPLES]
@@ -178,7 +179,7 @@ def warnings(manifest: Manifest, *, unknown_ids: Collection[str] = ()) -> Iterat
                 where = f"{clean(one['shard'], _PATH_CHARS)}{row}"
                 yield f"            {where}  {clean(one['what'], 160)}"
         if len(kinds) > _KINDS:
-            yield f"          and {len(kinds) - _KINDS} other kinds"
+            yield f"          and {counted(len(kinds) - _KINDS, 'other kind')}"
     said = document["parameters"]
     named = {
         "--prefer": said["prefer"],

@@ -5,6 +5,7 @@ What is compared is the whole output folder, names and bytes, with that of a cal
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -30,8 +31,10 @@ from jsonl_files import write_jsonl
 
 from auditor.clean.config import DedupeConfig
 from auditor.clean.dedupe import dedupe
+from auditor.clean.restore import restore
 from auditor.clean.shards import MARKER, find_shards
 from auditor.clean.verify import verify
+from auditor.clean.work import writing
 from auditor.errors import ShardError
 
 DEADLINE_S = 120
@@ -411,6 +414,31 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(
     assert tree(out) == expected_large
 
 
+@pytest.mark.parametrize("n_kilobytes", [4, 60])
+def test_a_disk_that_is_full_when_rows_are_given_back_is_told(
+    large: Path, tmp_path: Path, disk: Disk, n_kilobytes: int
+) -> None:
+    manifest = dedupe([large], tmp_path / "out", manifest_only=True)
+    disk.mount(f"remount,size={n_kilobytes}k")
+    with pytest.raises(ShardError) as caught:
+        restore(manifest, disk.path / "back")
+    message = str(caught.value)
+    assert message.startswith(f"{disk.path / 'back'}")
+    assert "No space left on device" in message
+    assert message.endswith("Free some space. The same command begins again")
+    disk.mount("remount,size=64m")
+    assert restore(manifest, disk.path / "back").n_rows > 0
+
+
+def test_an_input_that_may_not_be_read_is_no_matter_of_the_output(tmp_path: Path) -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "in.jsonl"))
+    with (
+        pytest.raises(ShardError, match=r"in\.jsonl: .*denied\. Change the permissions there\."),
+        writing(tmp_path / "out", "Again"),
+    ):
+        raise refused
+
+
 def test_a_disk_that_became_read_only_is_told_and_the_same_command_goes_on(
     small: Path, expected_small: dict[str, Any], disk: Disk
 ) -> None:
@@ -418,9 +446,13 @@ def test_a_disk_that_became_read_only_is_told_and_the_same_command_goes_on(
 
     interrupt_at_write(small, out)
     disk.mount("remount,ro")
-    with pytest.raises(ShardError, match=r"Read-only file system.*same command goes on") as caught:
+    with pytest.raises(ShardError, match="Read-only file system") as caught:
         dedupe([small], out)
     assert str(disk.path) in str(caught.value)
+    assert str(caught.value).endswith(
+        "Choose another --out, or change the permissions there. "
+        "The same command goes on where it stopped"
+    )
     disk.mount("remount,rw")
     dedupe([small], out)
     assert tree(out) == expected_small
