@@ -6,6 +6,7 @@ no model has to be trained for it.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,14 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from rich.console import Console
 from torch.utils.data import DataLoader
 
 from auditor import AuditedSampler, Run, schema
+from auditor.clean.proposal import Change, Proposal, ramp
 from auditor.cli import main
+from auditor.cli.proposing import _paths
+from auditor.show.proposal import print_proposal
 from auditor.tables import polars_schema
 
 STEPS = 240
@@ -276,3 +281,42 @@ def test_file_that_is_no_skip_list_is_refused(
         path.write_text(content)
     with pytest.raises(ValueError, match=message):
         AuditedSampler([], run=tmp_path / "run", skip=path)
+
+
+# -- text from data ----------------------------------------------------------------------------
+
+HOSTILE = (
+    "\x1b[31mred\x1b[0m",
+    "[red]markup[/red]",
+    "a\r\nb",
+    "\u202egnirts",
+    "x" * 500,
+    "=",
+    "a=b",
+)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_from_data_are_never_live_on_a_terminal(encoding: str) -> None:
+    n = len(HOSTILE)
+    now = dict.fromkeys(HOSTILE, 1 / n)
+    changes = tuple(
+        Change(kind="deduplicate", source=name, reason="blamed", feature="duplication", event=0)
+        for name in HOSTILE
+    )
+    one = Proposal(" ".join(HOSTILE), True, now, now, now, now, changes)
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding=encoding)
+    print_proposal(Console(file=out, width=80), HOSTILE[0], HOSTILE[2], one, ramp(one, 10, 0))
+    out.flush()
+    text = raw.getvalue().decode(encoding)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "[red]markup[/red]" in text
+    assert "no interval can be given" in flat(text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_paths_are_told_apart_where_names_hold_equals_signs() -> None:
+    one = Proposal("", False, dict.fromkeys(("a", "a=b", "c"), 1 / 3), {}, {}, {})
+    assert _paths(("a=x=y", "a=b=z"), one) == {"a": "x=y", "a=b": "z"}
