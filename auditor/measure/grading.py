@@ -171,6 +171,7 @@ class Grader:
         }
         dead = self._seen & (raw.keys() - ratios.keys())
         self._seen |= ratios.keys()
+        layer: int | None
         if ratios and not dead:
             layer = min(ratios, key=lambda name: ratios[name])
             ratio = ratios[layer]
