@@ -172,6 +172,26 @@ def test_without_an_effect_the_verdict_says_so(run: Path) -> None:
     assert "the interval holds zero" in found.verdict
 
 
+def test_what_leaving_out_any_samples_does_is_no_cause(
+    run: Path, recorded: tuple[Path, list[list[str]]]
+) -> None:
+    _, log = recorded
+
+    def train(checkpoint: str, batches: Sequence[Batch], seed: int) -> dict[str, float]:
+        n_new = sum(
+            name != was for b in batches for name, was in zip(b.ids, log[b.step], strict=True)
+        )
+        noise = np.random.default_rng([seed, sum(batches[0].indices)]).normal(scale=0.05)
+        return {"probe_loss": 9.0 - 0.1 * n_new + noise}
+
+    found = auditor.replay(
+        run, train, samples=BAD, checkpoint=run.parent / "step_9.pt", progress=silent
+    )
+    assert [e.finding for e in found.effects] == ["none shown", "better"]
+    assert not found.shows_cause
+    assert found.verdict.startswith("No cause is shown.")
+
+
 def test_one_seed_bears_an_effect_only(run: Path) -> None:
     found = auditor.replay(
         run, harmed(0.1), samples=BAD, checkpoint=run.parent / "step_9.pt", seeds=1,
