@@ -278,7 +278,8 @@ class GradeMonitor:
             if self._recorder.closed:  # by the sampler's close(): training goes on, so do we
                 self._recorder = recorder_for(self._run)
                 self._bytes_sent = self._bytes_analysed  # what it did not get to is lost
-                self._step_judge = StepJudge(self._policy)  # another attempt
+                # Another attempt, which is judged by its own past.
+                self._judge, self._step_judge = Judge(self._policy), StepJudge(self._policy)
                 self._note()
             self._step(loss, optimizer, step, grad_norm, sample_loss)
         except Exception as error:

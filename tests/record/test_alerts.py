@@ -153,6 +153,30 @@ def test_failing_probe_silences_no_grade_and_live_is_graded_as_offline(
     )
 
 
+def test_training_that_goes_on_after_the_sampler_was_closed_is_judged_anew_live_and_offline(
+    tmp_path: Path,
+) -> None:
+    """It is recorded as another attempt."""
+    torch.manual_seed(0)
+    run, model = tmp_path / "run", GPT(GPTConfig(n_positions=16, width=32, n_heads=2))
+    loader = AuditedSampler(DataLoader(TensorDataset(windows(80)), batch_size=4), run=run)
+    monitor = GradeMonitor(model, run=run, every=2, policy=EARLY)
+    for (batch,) in loader:
+        next_byte_loss(model, batch).backward()
+        model.zero_grad()
+        monitor.step(1.0)
+    loader.close()
+    for step in range(20):
+        next_byte_loss(model, windows(4, seed=step)).backward()
+        model.zero_grad()
+        monitor.step(1.0)
+    monitor.close()
+    judged = list(judgements_of(Run.open(run).scan("signals").collect(), EARLY))
+    assert [attempt for attempt, _ in judged] == [0] * 10 + [1] * 10
+    assert [judgement.grade for _, judgement in judged] == monitor.grades
+    assert [grade.alert for grade in monitor.grades[10:15]] == ["warming"] * 5
+
+
 @pytest.mark.parametrize("layer", [1, 2])
 def test_block_that_dies_is_danger_and_named_live_and_offline(layer: int, tmp_path: Path) -> None:
     """A block that puts out zeros from some step on; the blocks after it go on."""
