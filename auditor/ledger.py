@@ -80,8 +80,10 @@ def _by_significance(values: np.ndarray) -> bytes:
     return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 
-def _decode(payload: bytes, kinds: Collection[str] | None) -> Frame | None:
-    """The frame; None where it is of another kind."""
+def _decode(
+    payload: bytes, kinds: Collection[str] | None, wanted: Collection[str] | None
+) -> Frame | None:
+    """The frame with the columns wanted; None where it is of another kind."""
     payload = zstandard.decompress(payload)
     (header_length,) = _HEADER_LENGTH.unpack_from(payload)
     offset = _HEADER_LENGTH.size + header_length
@@ -91,9 +93,10 @@ def _decode(payload: bytes, kinds: Collection[str] | None) -> Frame | None:
     columns = {}
     for name, dtype, size in header["columns"]:
         width = np.dtype(dtype).itemsize
-        planes = np.frombuffer(payload, np.uint8, size * width, offset).reshape(width, size)
-        columns[name] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
-        offset += planes.nbytes
+        if wanted is None or name in wanted:
+            planes = np.frombuffer(payload, np.uint8, size * width, offset).reshape(width, size)
+            columns[name] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+        offset += size * width
     return Frame(header["kind"], header["scalars"], columns, header["strings"])
 
 
@@ -140,15 +143,24 @@ class LedgerReader:
         start: the byte where the first frame begins, as ``end`` or :meth:`starts` told; 0: the
             first frame of the file.
         kinds: of frames that are given out; None: all.
+        columns: numeric columns that they carry then; None: all.
 
     Raises:
         RunError: the file is not a ledger.
         SchemaVersionError: it was written by another version of the format.
     """
 
-    def __init__(self, path: Path, *, start: int = 0, kinds: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        start: int = 0,
+        kinds: Collection[str] | None = None,
+        columns: Collection[str] | None = None,
+    ) -> None:
         self.path = path
         self._kinds = kinds
+        self._columns = columns
         self.torn_bytes = 0
         self.end = max(start, len(MAGIC))
 
@@ -159,7 +171,7 @@ class LedgerReader:
                 if len(payload) < length or zlib.crc32(payload) != crc:
                     return
                 self._went_past(length)
-                frame = _decode(payload, self._kinds)
+                frame = _decode(payload, self._kinds, self._columns)
                 if frame is not None:
                     yield frame
 

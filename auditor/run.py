@@ -22,13 +22,7 @@ from auditor.attempt import place_of, read_run_json, write_json
 from auditor.errors import RunError
 from auditor.files import atomic
 from auditor.ledger import LedgerReader
-from auditor.tables import (
-    BUILDERS,
-    batches_of_steps,
-    first_trained_step,
-    frames_of_batches,
-    polars_schema,
-)
+from auditor.tables import BUILDERS, ExposureIndex, polars_schema
 
 FACTS: Final[Mapping[str, Mapping[str, str]]] = {
     "exposures": schema.EXPOSURES,
@@ -43,8 +37,6 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
 }
 View = Literal["effective", "all"]
 
-_OF_STEPS: Final = frozenset({"steps", "renumbered"})
-"""Kinds of frames that say which batches were in which step."""
 
 _PLACE: Final = ("attempt", "rank", "key")
 
@@ -58,6 +50,7 @@ class Run:
         self.torn_bytes: dict[str, int] = {}
         self._tables: dict[str, pl.LazyFrame] = {}
         self._first: list[tuple[int, int, int]] | None = None
+        self._indices: dict[Path, ExposureIndex] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -199,7 +192,7 @@ class Run:
         """(rank, attempt, first step trained) of each attempt that trained any."""
         if self._first is None:
             steps = {
-                (rank, attempt): first_trained_step(LedgerReader(path, kinds=_OF_STEPS))
+                (rank, attempt): self._index(path).closed.first_trained
                 for rank, attempt, path in self.ledgers("exposures")
             }
             self._first = [(*place, step) for place, step in steps.items() if step is not None]
@@ -231,11 +224,15 @@ class Run:
         types = polars_schema(FACTS["exposures"])
         parts = [pl.DataFrame(schema=types)]
         for rank, attempt, path in self.ledgers("exposures"):
-            inside = batches_of_steps(LedgerReader(path, kinds=_OF_STEPS), low, high)
-            if len(inside):
-                frames = frames_of_batches(LedgerReader(path), inside)
-                parts.append(_placed(BUILDERS["exposures"](frames), types, rank, attempt))
+            found = self._index(path).exposures(low, high)
+            parts.append(_placed(found, types, rank, attempt))
         return pl.concat(parts).lazy().filter(pl.col("step").is_between(low, high))
+
+    def _index(self, ledger: Path) -> ExposureIndex:
+        """What is where in a ledger of exposures, found out once."""
+        if ledger not in self._indices:
+            self._indices[ledger] = ExposureIndex(ledger)
+        return self._indices[ledger]
 
     def _fact(self, table: str, rank: int, attempt: int, ledger: Path) -> pl.LazyFrame:
         """The rows of one ledger."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from auditor import schema
-from auditor.ledger import NULL, Frame
+from auditor.ledger import NULL, Frame, LedgerReader
 from auditor.measure.agreement import similarity
 from auditor.schema import STATES, UNSCORED
 
@@ -32,15 +34,16 @@ def polars_schema(columns: Mapping[str, str]) -> pl.Schema:
     return pl.Schema({name: _TYPES[kind] for name, kind in columns.items()})
 
 
-def _exposures_of(frames: Iterable[Frame]) -> pl.DataFrame:
+def _exposures_of(frames: Iterable[Frame], closed: Closed | None = None) -> pl.DataFrame:
+    """Exposures; ``closed``: what steps closed over, where the frames do not tell."""
     parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
     for frame in frames:
         parts.setdefault(frame.kind, []).append(frame.columns)
     if "batches" not in parts:
         return pl.DataFrame(schema=polars_schema(schema.EXPOSURES))
-    rows = pl.concat([_batch_rows(columns) for columns in parts["batches"]])
-    rows = rows.join(_steps(parts), on="batch", how="left", maintain_order="left")
-    rows = rows.with_columns(state=pl.coalesce("closed", "state"))
+    if closed is None:
+        closed = closed_of(parts)
+    rows = _batch_rows(parts["batches"], closed)
     # The scores of a batch are in the order of its rows.
     rows = rows.with_columns(order=pl.int_range(pl.len(), dtype=pl.Int64).over("batch"))
     for part in (_scores(parts.get("scores", [])), _losses(parts.get("losses", []), rows)):
@@ -49,121 +52,139 @@ def _exposures_of(frames: Iterable[Frame]) -> pl.DataFrame:
     return rows.with_columns(part=packed).sort("batch", maintain_order=True)
 
 
-def _batch_rows(columns: Mapping[str, np.ndarray]) -> pl.DataFrame:
-    sizes = columns["n_samples"].astype(np.int64)
-    starts = np.cumsum(sizes) - sizes
-    position = columns.get("position", np.arange(sizes.sum()) - np.repeat(starts, sizes))
-    states = np.asarray(schema.STATES, dtype=object)[columns["state"].astype(np.int64)]
-    n_tokens = columns.get("n_tokens", np.full(sizes.sum(), NULL))
+def _batch_rows(parts: Sequence[Mapping[str, np.ndarray]], closed: Closed) -> pl.DataFrame:
+    batch, sizes, state = (joined(parts, name) for name in ("batch", "n_samples", "state"))
+    whole = [
+        {
+            "key": one["key"],
+            "position": one.get("position", _places(one["n_samples"].astype(np.int64))),
+            "n_tokens": one.get("n_tokens", np.full(len(one["key"]), NULL)),
+        }
+        for one in parts
+    ]
+    is_closed = batch < len(closed.state)
+    step, closed_state = np.full(len(batch), -1), np.full(len(batch), -1)
+    step[is_closed] = closed.step[batch[is_closed]]
+    closed_state[is_closed] = closed.state[batch[is_closed]]
+    states = np.asarray(schema.STATES, dtype=object)[
+        np.where(closed_state < 0, state, closed_state)
+    ]
     rows = pl.DataFrame(
         {
-            "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
-            "position": position.astype(np.int32),
-            "key": columns["key"].astype(np.int64),
+            "batch": np.repeat(batch, sizes),
+            "position": joined(whole, "position").astype(np.int32),
+            "key": joined(whole, "key"),
             "state": pl.Series(np.repeat(states, sizes), dtype=pl.String),
-            "n_tokens": n_tokens.astype(np.int64),
+            "n_tokens": joined(whole, "n_tokens"),
+            "step": np.repeat(step, sizes),
         }
     )
-    return rows.with_columns(_null_where_marked("n_tokens"))
-
-
-def _steps(parts: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> pl.DataFrame:
-    """Of each closed batch its step and what became of it."""
-    closed = _stacked(parts.get("steps", []), "batch", "step", "state")
-    renumbered = _stacked(parts.get("renumbered", []), "closed", "step")
-    return (
-        closed.join(
-            renumbered.rename({"closed": "step", "step": "renumbered"}).unique("step", keep="last"),
-            on="step",
-            how="left",
-        )
-        .select(
-            "batch",
-            step=pl.coalesce("renumbered", "step"),
-            closed=pl.col("state").replace_strict(
-                dict(enumerate(schema.STATES)), return_dtype=pl.String
-            ),
-        )
-        .unique("batch", keep="last")
+    return rows.with_columns(
+        *_null_where_marked("n_tokens"), pl.when(pl.col("step") >= 0).then("step").alias("step")
     )
 
 
-def steps_of_batches(frames: Iterable[Frame]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """By batch, i64 [highest batch + 1]: its step and state, -1 where no step closed over it."""
-    step, state = np.full(0, -1, np.int64), np.full(0, -1, np.int64)
-    parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
-    for frame in frames:
-        if frame.kind in ("steps", "renumbered"):
-            parts.setdefault(frame.kind, []).append(frame.columns)
-    if "steps" in parts:
-        closed = {
-            name: np.concatenate([one[name].astype(np.int64) for one in parts["steps"]])
-            for name in ("batch", "step", "state")
-        }
-        step, state = (np.full(closed["batch"].max() + 1, -1, np.int64) for _ in range(2))
-        step[closed["batch"]], state[closed["batch"]] = closed["step"], closed["state"]
+def _places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each row in its batch."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def joined(
+    parts: Sequence[Mapping[str, np.ndarray]], name: str, kind: Any = np.int64
+) -> NDArray[Any]:
+    """One column of many frames."""
+    return np.concatenate([np.zeros(0, kind), *(one[name].astype(kind) for one in parts)])
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What became of batches, i64 [highest batch + 1]: step and state, -1 where no step closed."""
+
+    step: NDArray[np.int64]
+    state: NDArray[np.int64]
+
+    @property
+    def first_trained(self) -> int | None:
+        """The first step that was trained, None where none was."""
+        trained = self.step[self.state == STATES.index("trained")]
+        return int(trained.min()) if len(trained) else None
+
+
+def closed_of(parts: Mapping[str, Sequence[Mapping[str, np.ndarray]]]) -> Closed:
+    """What the columns of frames, by kind, say of batches."""
+    steps = parts.get("steps", [])
+    batch = joined(steps, "batch")
+    step, state = (np.full(int(batch.max(initial=-1)) + 1, -1) for _ in range(2))
+    step[batch], state[batch] = joined(steps, "step"), joined(steps, "state")
     renumbered: dict[int, int] = {}
     for one in parts.get("renumbered", []):
         renumbered |= zip(one["closed"].tolist(), one["step"].tolist(), strict=True)
     as_closed = step.copy()
     for before, after in renumbered.items():
         step[as_closed == before] = after
-    return step, state
+    return Closed(step, state)
 
 
-def first_trained_step(frames: Iterable[Frame]) -> int | None:
-    """The first step that was trained, None where none was."""
-    step, state = steps_of_batches(frames)
-    trained = step[state == STATES.index("trained")]
-    return int(trained.min()) if len(trained) else None
+class ExposureIndex:
+    """Which frames of a ledger of exposures hold which batches, and which steps closed over them.
 
+    So the exposures of some steps are read without all others.
+    """
 
-def batches_of_steps(frames: Iterable[Frame], low: int, high: int) -> NDArray[np.int64]:
-    """Ordinals of the batches that steps from ``low`` to ``high`` closed over."""
-    step, _ = steps_of_batches(frames)
-    return np.flatnonzero((step >= low) & (step <= high))
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
+        starts, first, last = [], [], []
+        reader = LedgerReader(path, columns=("batch", "step", "state", "closed"))
+        start = reader.end
+        for frame in reader:
+            if frame.kind in ("steps", "renumbered"):
+                parts.setdefault(frame.kind, []).append(frame.columns)
+            elif len(frame.columns["batch"]):
+                starts.append(start)
+                first.append(int(frame.columns["batch"].min()))
+                last.append(int(frame.columns["batch"].max()))
+            start = reader.end
+        self.closed = closed_of(parts)
+        self._starts = np.asarray(starts, np.int64)
+        self._first, self._last = np.asarray(first, np.int64), np.asarray(last, np.int64)
 
+    def exposures(self, low: int, high: int) -> pl.DataFrame:
+        """Exposures of steps ``low`` to ``high``, both included, and perhaps of others."""
+        batches = np.flatnonzero((self.closed.step >= low) & (self.closed.step <= high))
+        if not len(batches):
+            return pl.DataFrame(schema=polars_schema(schema.EXPOSURES))
+        inside = (self._last >= batches[0]) & (self._first <= batches[-1])
+        return _exposures_of(self._frames(self._starts[inside]), self.closed)
 
-def frames_of_batches(frames: Iterable[Frame], batches: NDArray[np.int64]) -> Iterator[Frame]:
-    """Frames that hold something of these batches; those of steps are all there."""
-    first, last = int(batches.min()), int(batches.max())
-    for frame in frames:
-        of_batches = frame.columns.get("batch")
-        if frame.kind == "renumbered" or (
-            of_batches is not None
-            and (frame.kind == "steps" or ((of_batches >= first) & (of_batches <= last)).any())
-        ):
-            yield frame
+    def _frames(self, starts: NDArray[np.int64]) -> Iterator[Frame]:
+        for start in starts.tolist():
+            yield next(iter(LedgerReader(self._path, start=start)))
 
 
 def _scores(parts: Sequence[Mapping[str, np.ndarray]]) -> pl.DataFrame:
     """Scores by batch and order of its rows."""
-    frames = []
-    for columns in parts:
-        sizes = columns["n_samples"].astype(np.int64)
-        n = int(sizes.sum())
-        nearest = np.full(n, -1, np.int64)
-        nearest[columns["dup_at"].astype(np.int64)] = columns["dup_of"].astype(np.int64)
-        frames.append(
-            pl.DataFrame(
-                {
-                    "batch": np.repeat(columns["batch"].astype(np.int64), sizes),
-                    "order": np.arange(n) - np.repeat(np.cumsum(sizes) - sizes, sizes),
-                    "dup_batch": similarity(columns["equal_batch"]),
-                    "dup_window": similarity(columns["equal_window"]),
-                    "dup_run": columns["dup_run"].astype(np.int32),
-                    "dup_of": nearest,
-                    "repetition": (columns["repetition"].astype(np.float64) / 65535).astype(
-                        np.float32
-                    ),
-                    "scored": columns["equal_batch"] != UNSCORED,
-                }
-            )
-        )
-    types = {name: _TYPES[schema.EXPOSURES[name]] for name in _SCORES}
-    types = {"batch": pl.Int64, "order": pl.Int64, **types, "scored": pl.Boolean}
-    empty = pl.DataFrame(schema=types)
-    table = pl.concat([empty, *frames])
+    sizes = joined(parts, "n_samples")
+    nearest = np.full(int(sizes.sum()), -1)
+    starts = np.cumsum([0, *(len(one["equal_batch"]) for one in parts)])
+    for start, one in zip(starts.tolist(), parts, strict=False):
+        nearest[start + one["dup_at"].astype(np.int64)] = one["dup_of"]
+    by_batch, by_window = (
+        joined(parts, name, np.uint8) for name in ("equal_batch", "equal_window")
+    )
+    repetition = joined(parts, "repetition", np.float64) / 65535
+    table = pl.DataFrame(
+        {
+            "batch": np.repeat(joined(parts, "batch"), sizes),
+            "order": _places(sizes),
+            "dup_batch": similarity(by_batch),
+            "dup_window": similarity(by_window),
+            "dup_run": joined(parts, "dup_run", np.int32),
+            "dup_of": nearest,
+            "repetition": repetition.astype(np.float32),
+            "scored": by_batch != UNSCORED,
+        }
+    )
     return table.select(
         "batch",
         "order",
@@ -195,13 +216,6 @@ def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl
             "loss": np.concatenate(values) if values else _NONE.astype(np.float32),
         }
     )
-
-
-def _stacked(parts: Sequence[Mapping[str, np.ndarray]], *names: str) -> pl.DataFrame:
-    """Integer columns of frames, one below the other."""
-    empty = pl.DataFrame(schema=dict.fromkeys(names, pl.Int64))
-    frames = [pl.DataFrame(dict(one)).select(names).cast(pl.Int64) for one in parts]
-    return pl.concat([empty, *frames])
 
 
 def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:

@@ -19,6 +19,7 @@ Association, not causation: a replay with and without the samples is the test of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ def suspects_of(
         found, least = compare_sources(shares, totals, windows)
         smallest[event["event"]] = least
         is_input_first = input_came_first(episode)
+        begin = int(np.searchsorted(steps, steps[windows.n_control - 1] - CLUSTER_STEPS))
+        read = functools.cache(
+            functools.partial(
+                _trained, exposures, int(steps[begin]), int(steps[windows.lookback[1] - 1])
+            )
+        )
         for one in found:
             place = one.pop("stretch_start")
             start = int(steps[place])
@@ -99,7 +106,7 @@ def suspects_of(
             one["verdict"] = _verdict(one, is_input_first, start <= event["onset_high"])
             rows.append(one)
             if one["verdict"] == "blamed":
-                rows += _named(one, exposures, steps, totals, place, windows.n_control)
+                rows += _named(one, read(), steps, totals, place, (begin, windows.n_control))
     frame = pl.DataFrame(rows, schema=polars_schema(schema.SUSPECTS), orient="row")
     order = {"blamed": 0, "coincident": 1, "ranked": 2}
     levels = {"source": 0, "cluster": 1, "shard": 2, "sample": 3}
@@ -335,28 +342,23 @@ def _verdict(row: Mapping[str, Any], is_input_first: bool, is_before: bool) -> s
 
 def _named(
     row: Mapping[str, Any],
-    exposures: Exposures,
+    trained: pl.DataFrame,
     steps: NDArray[np.int64],
     totals: NDArray[np.float64],
     place: int,
-    n_control: int,
+    controls: tuple[int, int],
 ) -> list[dict[str, Any]]:
     """Clusters, shards and samples of a blamed source in its strongest stretch, by exposure.
 
-    ``place`` is where the stretch begins among the steps; controls are the last ``CLUSTER_STEPS``
-    of the history before the episode, which may lie long before a late event's stretch.
+    ``place`` is where the stretch begins among the steps; controls, half-open places as well, are
+    the last ``CLUSTER_STEPS`` of the history before the episode, which may lie long before a late
+    event's stretch.
     """
     in_stretch = slice(place, place + STRETCH_STEPS)
-    begin = int(np.searchsorted(steps, steps[n_control - 1] - CLUSTER_STEPS))
-    in_control = slice(begin, n_control)
+    in_control = slice(*controls)
     window, control = ((int(steps[s][0]), int(steps[s][-1])) for s in (in_stretch, in_control))
-    own = (
-        exposures(control[0], window[1])
-        .filter(pl.col("state") == "trained")
-        .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
-        .filter(pl.col("source") == row["name"])
-        .select("step", "key", "sample_id", "shard", "dup_of", "duplication", "repetition")
-        .collect()
+    own = trained.filter(
+        (pl.col("source") == row["name"]) & pl.col("step").is_between(control[0], window[1])
     )
     own = own.with_columns(cluster=clusters_of(own))
     if row["feature"] == "duplication":
@@ -397,6 +399,18 @@ def _named(
                 }
             )
     return named
+
+
+def _trained(exposures: Exposures, low: int, high: int) -> pl.DataFrame:
+    """Trained exposures of some steps, as far as naming needs them."""
+    names = ["step", "key", "sample_id", "source", "shard", "dup_of", "duplication", "repetition"]
+    return (
+        exposures(low, high)
+        .filter(pl.col("state") == "trained")
+        .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+        .select(names)
+        .collect()
+    )
 
 
 def clusters_of(rows: pl.DataFrame) -> pl.Series:

@@ -7,7 +7,7 @@ hundreds of millions, are never a table. Memory: about 20 bytes per exposure of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from auditor.ledger import NULL, Frame, LedgerReader
 from auditor.measure.agreement import similarity
 from auditor.run import Run, rolled_back
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
-from auditor.tables import polars_schema, steps_of_batches
+from auditor.tables import closed_of, joined, polars_schema
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
@@ -92,22 +92,26 @@ class _Described:
             pl.col("source").replace_strict(codes, return_dtype=pl.Int32),
             pl.col("n_tokens").fill_null(0),
         )
-        self._table = table
+        self._by_attempt = {
+            attempt: part.partition_by("rank", as_dict=True)
+            for (attempt,), part in table.partition_by("attempt", as_dict=True).items()
+        }
 
     def look_up(
         self, attempt: int, rank: int, keys: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Code of the source and length of each key's sample, i64 [n] each."""
         code, length = np.full(len(keys), self._unknown), np.zeros(len(keys), np.int64)
-        of_attempt = self._table.filter(pl.col("attempt") == attempt)
-        own = _Table(of_attempt.filter(pl.col("rank") == rank))
-        missing = ~own.look_up(keys, code, length)
-        if missing.any():
-            # Where one rank reads for the others, it alone has described the samples.
-            others = _Table(of_attempt.unique("key", keep="first", maintain_order=True))
+        by_rank = self._by_attempt.get(attempt, {})
+        missing = np.ones(len(keys), np.bool_)
+        # Where one rank reads for the others, it alone has described the samples.
+        for other in sorted(by_rank, key=lambda one: (one != (rank,), one)):
+            if not missing.any():
+                break
             more = code[missing], length[missing]
-            others.look_up(keys[missing], *more)
+            found = _Table(by_rank[other]).look_up(keys[missing], *more)
             code[missing], length[missing] = more
+            missing[missing] = ~found
         return code, length
 
 
@@ -161,23 +165,19 @@ class _Consumed:
 
 def _consumed(frames: Iterable[Frame]) -> _Consumed:
     parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
-    steps: list[Frame] = []
     for frame in frames:
-        if frame.kind in ("steps", "renumbered"):
-            steps.append(frame)
-        else:
-            parts.setdefault(frame.kind, []).append(frame.columns)
-    step, state = steps_of_batches(steps)
+        parts.setdefault(frame.kind, []).append(frame.columns)
+    closed = closed_of(parts)
     batches, scores = parts.get("batches", []), parts.get("scores", [])
-    batch, size = (_joined(batches, name, np.int64) for name in ("batch", "n_samples"))
-    key = _joined(batches, "key", np.int64)
+    batch, size = (joined(batches, name, np.int64) for name in ("batch", "n_samples"))
+    key = joined(batches, "key", np.int64)
     unseen = [np.full(len(one["key"]), NULL, np.int64) for one in batches]
     whole = zip(batches, unseen, strict=True)
-    n_tokens = _joined([{"n": one.get("n_tokens", none)} for one, none in whole], "n", np.int64)
+    n_tokens = joined([{"n": one.get("n_tokens", none)} for one, none in whole], "n", np.int64)
     # Scores lie in the order of the rows of their batches, wherever these are.
     starts = np.full(int(batch.max(initial=-1)) + 1, -1, np.int64)
     starts[batch] = np.cumsum(size) - size
-    of_scores, n_scores = (_joined(scores, name, np.int64) for name in ("batch", "n_samples"))
+    of_scores, n_scores = (joined(scores, name, np.int64) for name in ("batch", "n_samples"))
     is_there = of_scores < len(starts)
     start = np.where(is_there, starts[np.where(is_there, of_scores, 0)] if len(starts) else -1, -1)
     within = np.arange(n_scores.sum()) - np.repeat(np.cumsum(n_scores) - n_scores, n_scores)
@@ -187,16 +187,16 @@ def _consumed(frames: Iterable[Frame]) -> _Consumed:
 
     def scored(name: str, kind: Any, default: int) -> NDArray[Any]:
         values = np.full(len(key), default, kind)
-        values[row] = _joined(scores, name, kind)[row_is_there]
+        values[row] = joined(scores, name, kind)[row_is_there]
         return values
 
     by_batch, by_window = (scored(n, np.uint8, UNSCORED) for n in ("equal_batch", "equal_window"))
-    closed = batch < len(state)
+    is_closed = batch < len(closed.state)
     trained = np.zeros(len(batch), np.bool_)
-    trained[closed] = state[batch[closed]] == _TRAINED
+    trained[is_closed] = closed.state[batch[is_closed]] == _TRAINED
     rows = np.repeat(trained, size)
     return _Consumed(
-        step=step[batch[trained]],
+        step=closed.step[batch[trained]],
         n_samples=size[trained],
         key=key[rows],
         n_tokens=n_tokens[rows],
@@ -204,10 +204,6 @@ def _consumed(frames: Iterable[Frame]) -> _Consumed:
         is_first=scored("dup_run", np.int64, 0)[rows] == 0,
         repetition=scored("repetition", np.uint16, 0)[rows],
     )
-
-
-def _joined(parts: Sequence[Mapping[str, np.ndarray]], name: str, kind: Any) -> NDArray[Any]:
-    return np.concatenate([np.zeros(0, kind), *(one[name].astype(kind) for one in parts)])
 
 
 def _sums(
