@@ -158,7 +158,8 @@ class Run:
             samples = self._facts("samples")
             if steps is not None:  # few of very many
                 keys = frame.select("key").unique().collect()["key"]
-                samples = samples.filter(pl.col("key").is_in(keys.implode()))
+                some = samples.drop("preview").filter(pl.col("key").is_in(keys.implode()))
+                samples = some.collect().lazy()
             frame = _with_samples(frame, samples)
         return frame
 
@@ -305,7 +306,7 @@ def rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
 def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFrame:
     # A key means something inside its attempt only: the next may read another dataset. Where one
     # rank reads for the others, it alone has described the samples.
-    samples = samples.drop("preview")
+    samples = samples.drop("preview", strict=False)
     described = [name for name in samples.collect_schema().names() if name not in _PLACE]
     anywhere = samples.unique(["attempt", "key"], keep="first", maintain_order=True)
     joined = exposures.rename({"n_tokens": "n_tokens_seen"}).join(

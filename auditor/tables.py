@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from auditor.measure.agreement import similarity
 from auditor.schema import STATES, UNSCORED
 
 _SCORES: Final = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition")
+_FRAMES_AT_A_TIME: Final = 256
 _NONE: Final = np.zeros(0, np.int64)
 
 _TYPES: Final[Mapping[str, Any]] = {
@@ -219,50 +221,31 @@ def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl
 
 
 def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:
-    parts = [
-        pl.DataFrame(
-            {
-                **{name: values.astype(np.int64) for name, values in frame.columns.items()},
-                **{name: pl.Series(v, dtype=pl.String) for name, v in frame.strings.items()},
-            }
+    empty = pl.DataFrame(schema={**polars_schema(schema.SAMPLES), "frame": pl.Int64})
+    parts = [empty]
+    samples = (frame for frame in frames if frame.kind == "samples")
+    # Some at a time: as objects of Python, strings take several times what they take in a table.
+    while some := list(itertools.islice(samples, _FRAMES_AT_A_TIME)):
+        parts.append(
+            pl.concat(_stacked(some), how="diagonal_relaxed").sort("frame", maintain_order=True)
         )
-        for frame in frames
-        if frame.kind == "samples"
-    ]
-    empty = pl.DataFrame(schema=polars_schema(schema.SAMPLES))
-    frame = pl.concat([empty, *parts], how="diagonal")
+    frame = pl.concat(parts, how="diagonal_relaxed")
     frame = frame.with_columns(_null_where_marked("row", "n_tokens"))
     return frame.unique("key", keep="first", maintain_order=True)
 
 
 def _signals_of(frames: Iterable[Frame]) -> pl.DataFrame:
-    columns = polars_schema(schema.SIGNALS)
-    parts = [pl.DataFrame(schema=columns)]
-    for frame in frames:
-        if frame.kind == "signals":
-            n = len(frame.columns["value"])
-            part = pl.DataFrame(
-                {
-                    **frame.columns,
-                    **{name: pl.Series(v, dtype=pl.String) for name, v in frame.strings.items()},
-                    "step": np.full(n, frame.scalars["step"], np.int64),
-                }
-            )
-            part = part.cast({"layer": pl.Int32, "head": pl.Int32, "n_rows": pl.Int32})
-            part = part.with_columns(_null_where_marked("layer", "head", "n_rows"))
-            parts.append(part)
-        elif frame.kind == "scalars":
-            wide = pl.DataFrame(
-                {
-                    name: values.astype(np.int64 if name == "step" else np.float64)
-                    for name, values in frame.columns.items()
-                }
-            )
-            long = wide.unpivot(index="step", variable_name="signal", value_name="value")
-            # Not measured is no row; a loss that is NaN was measured.
-            long = long.filter(pl.col("value").is_not_nan() | (pl.col("signal") == "loss"))
-            parts.append(long.with_columns(pl.lit("step").alias("kind")))
-    table = pl.concat(parts, how="diagonal_relaxed")
+    parts = [frame for frame in frames if frame.kind in ("signals", "scalars")]
+    tables = [pl.DataFrame(schema={**polars_schema(schema.SIGNALS), "frame": pl.Int64})]
+    for stacked in _stacked([one if one.kind == "signals" else _as_floats(one) for one in parts]):
+        if "value" in stacked.columns:
+            tables.append(stacked.with_columns(_null_where_marked("layer", "head", "n_rows")))
+            continue
+        long = stacked.unpivot(index=["step", "frame"], variable_name="signal", value_name="value")
+        # Not measured is no row; a loss that is NaN was measured.
+        long = long.filter(pl.col("value").is_not_nan() | (pl.col("signal") == "loss"))
+        tables.append(long.with_columns(pl.lit("step").alias("kind")))
+    table = pl.concat(tables, how="diagonal_relaxed").sort("frame", maintain_order=True)
     # A step that was discarded and tried again is measured again: the last counts.
     whole = ["step", "signal", "kind", "site", "layer", "head", "segment", "variant"]
     table = table.unique(whole, keep="last", maintain_order=True)
@@ -270,6 +253,36 @@ def _signals_of(frames: Iterable[Frame]) -> pl.DataFrame:
         pl.col("site").fill_null(""),
         pl.when((pl.col("kind") == "step") | pl.col("value").is_not_nan()).then("value"),
     )
+
+
+def _as_floats(scalars: Frame) -> Frame:
+    columns = {
+        name: values.astype(np.int64 if name == "step" else np.float64)
+        for name, values in scalars.columns.items()
+    }
+    return Frame("scalars", {}, columns)
+
+
+def _stacked(frames: Sequence[Frame]) -> Iterator[pl.DataFrame]:
+    """Frames that have the same columns as one table, integers as i64, with the number of each in
+    ``frame``; scalars are columns. One table each would cost more than what they hold."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for number, frame in enumerate(frames):
+        names = (*sorted(frame.columns), *sorted(frame.strings), *sorted(frame.scalars))
+        alike.setdefault(names, []).append(number)
+    for numbers in alike.values():
+        some = [frames[number] for number in numbers]
+        sizes = [len(next(iter(frame.columns.values()))) for frame in some]
+        columns: dict[str, Any] = {}
+        for name, values in some[0].columns.items():
+            kind = np.float64 if values.dtype.kind == "f" else np.int64
+            columns[name] = joined([frame.columns for frame in some], name, kind)
+        for name in some[0].strings:
+            texts = [text for frame in some for text in frame.strings[name]]
+            columns[name] = pl.Series(texts, dtype=pl.String)
+        for name in some[0].scalars:
+            columns[name] = np.repeat([frame.scalars[name] for frame in some], sizes)
+        yield pl.DataFrame({**columns, "frame": np.repeat(numbers, sizes)})
 
 
 def _null_where_marked(*names: str) -> list[pl.Expr]:

@@ -19,7 +19,6 @@ Association, not causation: a replay with and without the samples is the test of
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +84,7 @@ def suspects_of(
     if composition.is_empty():
         return pl.DataFrame(schema=polars_schema(schema.SUSPECTS)), smallest
     steps, totals, shares = shares_of(composition)
+    trained = _Trained(exposures)
     for event in events.iter_rows(named=True):
         episode = events.filter(pl.col("episode") == event["episode"])
         windows = windows_of(event, int(episode["onset_low"].min()), steps)  # type: ignore[arg-type]
@@ -94,11 +94,7 @@ def suspects_of(
         smallest[event["event"]] = least
         is_input_first = input_came_first(episode)
         begin = int(np.searchsorted(steps, steps[windows.n_control - 1] - CLUSTER_STEPS))
-        read = functools.cache(
-            functools.partial(
-                _trained, exposures, int(steps[begin]), int(steps[windows.lookback[1] - 1])
-            )
-        )
+        span = int(steps[begin]), int(steps[windows.lookback[1] - 1])
         for one in found:
             place = one.pop("stretch_start")
             start = int(steps[place])
@@ -106,7 +102,9 @@ def suspects_of(
             one["verdict"] = _verdict(one, is_input_first, start <= event["onset_high"])
             rows.append(one)
             if one["verdict"] == "blamed":
-                rows += _named(one, read(), steps, totals, place, (begin, windows.n_control))
+                rows += _named(
+                    one, trained.of(*span), steps, totals, place, (begin, windows.n_control)
+                )
     frame = pl.DataFrame(rows, schema=polars_schema(schema.SUSPECTS), orient="row")
     order = {"blamed": 0, "coincident": 1, "ranked": 2}
     levels = {"source": 0, "cluster": 1, "shard": 2, "sample": 3}
@@ -401,16 +399,29 @@ def _named(
     return named
 
 
-def _trained(exposures: Exposures, low: int, high: int) -> pl.DataFrame:
-    """Trained exposures of some steps, as far as naming needs them."""
-    names = ["step", "key", "sample_id", "source", "shard", "dup_of", "duplication", "repetition"]
-    return (
-        exposures(low, high)
-        .filter(pl.col("state") == "trained")
-        .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
-        .select(names)
-        .collect()
-    )
+class _Trained:
+    """Trained exposures as far as naming needs them, read once for the events of an episode."""
+
+    def __init__(self, exposures: Exposures) -> None:
+        self._exposures = exposures
+        self._span = (0, -1)
+        self._rows = pl.DataFrame()
+
+    def of(self, low: int, high: int) -> pl.DataFrame:
+        """Those of steps ``low`` to ``high``, and of others."""
+        if low < self._span[0] or high > self._span[1]:
+            self._span = (low, max(high, low + 2 * CLUSTER_STEPS))
+            self._rows = (
+                self._exposures(*self._span)
+                .filter(pl.col("state") == "trained")
+                .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+                .select(
+                    *("step", "key", "sample_id", "source", "shard"),
+                    *("dup_of", "duplication", "repetition"),
+                )
+                .collect()
+            )
+        return self._rows
 
 
 def clusters_of(rows: pl.DataFrame) -> pl.Series:

@@ -59,9 +59,11 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
             "Check for missing QK normalisation and for the size of attention logits.",
         )
     if kinds <= {"grad_spike", "loss_spike"}:
+        has_rank = (signals["signal"] == "token_rank").any()
+        rank = " while the rank stayed normal" if has_rank else "; no rank was measured"
         return Diagnosis(
             "dirty batch",
-            "loss or gradient norm jumped while the rank stayed normal",
+            f"loss or gradient norm jumped{rank}",
             "Look at the batches at the onset; if it recurs, clip to 1.0 or lower the peak.",
         )
     if kinds == {"input_fall"}:

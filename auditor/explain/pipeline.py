@@ -38,7 +38,7 @@ def explain(run: Run) -> Explanation:
         ):
             run.write_derived(table, frame)
     blamed = blamed_sources(suspects)
-    n_judged = grades.filter(pl.col("alert") != "warming").height
+    n_judged = _n_judged(signals, grades)
     judged = n_judged > MIN_BEST_SAMPLES or not events.is_empty()
     return Explanation(
         run_id=run.run_id,
@@ -52,7 +52,9 @@ def explain(run: Run) -> Explanation:
         previews=_previews(run, suspects),
         diagnoses=diagnoses,
         smallest_p=smallest_p,
-        verdict=_verdict(events, suspects, blamed, composition) if judged else _too_short(grades),
+        verdict=_verdict(events, suspects, blamed, composition)
+        if judged
+        else _too_short(signals, grades),
         culprit=None if blamed.is_empty() else str(blamed["name"][0]),
         judged=judged,
         gaps=run.gaps(),
@@ -63,7 +65,10 @@ def _verdict(
     events: pl.DataFrame, suspects: pl.DataFrame, blamed: pl.DataFrame, composition: pl.DataFrame
 ) -> str:
     if events.is_empty():
-        return "No event: no signal left what was normal for this run."
+        none = "No event: no signal left what was normal for this run."
+        if composition.is_empty():
+            return f"{none} No exposures were recorded: data can be neither blamed nor cleared."
+        return none
     n = events["episode"].n_unique()
     counted = "1 episode" if n == 1 else f"{n} episodes"
     if blamed.is_empty():
@@ -90,9 +95,28 @@ def _verdict(
     )
 
 
-def _too_short(grades: pl.DataFrame) -> str:
+def _n_judged(signals: pl.DataFrame, grades: pl.DataFrame) -> int:
+    """Sampled steps after the warm-up; of a run without grades, records of its longest series."""
+    if len(grades):
+        return grades.filter(pl.col("alert") != "warming").height
+    return max(0, _n_records(signals) - DEFAULT_POLICY.warmup_samples)
+
+
+def _n_records(signals: pl.DataFrame) -> int:
+    judged = signals.filter(pl.col("signal").is_in(["loss", "grad_norm", "probe_loss"]))
+    counts = judged.group_by("attempt", "rank", "signal").len()["len"]
+    return 0 if counts.is_empty() else int(counts.max())  # type: ignore[arg-type]
+
+
+def _too_short(signals: pl.DataFrame, grades: pl.DataFrame) -> str:
     n_samples = DEFAULT_POLICY.warmup_samples + MIN_BEST_SAMPLES + 1
     n_steps = DEFAULT_POLICY.warmup_steps
+    if grades.is_empty() and len(signals):
+        return (
+            f"Not judged: {_n_records(signals)} records; at least {n_samples}, and {n_steps} "
+            "steps, are needed before an event can be told. No exposures were recorded: data can "
+            "be neither blamed nor cleared."
+        )
     return (
         f"Not judged: {len(grades)} sampled steps; at least {n_samples}, and {n_steps} steps, are "
         "needed before an event can be told. Lower every= for a short run."
