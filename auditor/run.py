@@ -10,6 +10,7 @@ time, and kept as Parquet under ``derived/`` until that ledger grows.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -193,7 +194,7 @@ class Run:
         """(rank, attempt, first step trained) of each attempt that trained any."""
         if self._first is None:
             steps = {
-                (rank, attempt): self._index(path).closed.first_trained
+                (rank, attempt): self.index(path).closed.first_trained
                 for rank, attempt, path in self.ledgers("exposures")
             }
             self._first = [(*place, step) for place, step in steps.items() if step is not None]
@@ -215,7 +216,15 @@ class Run:
         Read once: what a running run adds later is for the next opening.
         """
         if table not in self._tables:
-            parts = [self._fact(table, *ledger) for ledger in self.ledgers(table)]
+            parts = []
+            for _, ledgers in itertools.groupby(self.ledgers(table), key=lambda one: one[:2]):
+                some = [self._fact(table, *ledger) for ledger in ledgers]
+                # Each worker of a loader describes what it reads, and several may read the same.
+                several = table == "samples" and len(some) > 1
+                part = pl.concat(some)
+                parts.append(
+                    part.unique(_PLACE, keep="first", maintain_order=True) if several else part
+                )
             empty = pl.DataFrame(schema=polars_schema(FACTS[table])).lazy()
             self._tables[table] = pl.concat(parts) if parts else empty
         return self._tables[table]
@@ -225,11 +234,11 @@ class Run:
         types = polars_schema(FACTS["exposures"])
         parts = [pl.DataFrame(schema=types)]
         for rank, attempt, path in self.ledgers("exposures"):
-            found = self._index(path).exposures(low, high)
+            found = self.index(path).exposures(low, high)
             parts.append(_placed(found, types, rank, attempt))
         return pl.concat(parts).lazy().filter(pl.col("step").is_between(low, high))
 
-    def _index(self, ledger: Path) -> ExposureIndex:
+    def index(self, ledger: Path) -> ExposureIndex:
         """What is where in a ledger of exposures, found out once."""
         if ledger not in self._indices:
             self._indices[ledger] = ExposureIndex(ledger)

@@ -159,6 +159,12 @@ class ExposureIndex:
         inside = (self._last >= batches[0]) & (self._first <= batches[-1])
         return _exposures_of(self._frames(self._starts[inside]), self.closed)
 
+    def by_batches(self, n: int) -> Iterator[tuple[range, Iterator[Frame]]]:
+        """Ordinals of ``n`` batches at a time, and the frames that hold something of them."""
+        for first in range(0, int(self._last.max(initial=-1)) + 1, n):
+            inside = (self._last >= first) & (self._first < first + n)
+            yield range(first, first + n), self._frames(self._starts[inside])
+
     def _frames(self, starts: NDArray[np.int64]) -> Iterator[Frame]:
         for start in starts.tolist():
             yield next(iter(LedgerReader(self._path, start=start)))

@@ -1,8 +1,8 @@
 """What the model saw per step and source: the table that reports and the join read.
 
-It is summed straight from the ledgers, one at a time: the rows of a long run, of which there may be
-hundreds of millions, are never a table. Memory: about 20 bytes per exposure of the largest ledger,
-30 per described sample.
+It is summed straight from the ledgers, some batches at a time: the rows of a long run, of which
+there may be hundreds of millions, are never a table. Memory goes by steps times sources, and by the
+samples that were described.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from auditor import schema
-from auditor.ledger import NULL, Frame, LedgerReader
+from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import similarity
 from auditor.run import Run, rolled_back
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
-from auditor.tables import closed_of, joined, polars_schema
+from auditor.tables import Closed, joined, polars_schema
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
@@ -29,6 +29,7 @@ _TRAINED: Final = STATES.index("trained")
 _IS_DUPLICATE: Final = similarity(np.arange(256)) >= DUPLICATE_SIMILARITY
 """By number of equal sketch bytes; those of ``UNSCORED`` are looked at nowhere."""
 
+_BATCHES_AT_A_TIME: Final = 1 << 14
 _MOST_GROUPS: Final = 1 << 24
 """Steps times sources up to which sums are kept for all of them, whether they occur or not."""
 
@@ -43,12 +44,12 @@ def composition_of(run: Run) -> pl.DataFrame:
     described = _Described(run)
     parts = []
     for rank, attempt, path in run.ledgers("exposures"):
-        sums = _sums(_consumed(LedgerReader(path)), described, rank, attempt)
-        parts.append(
-            pl.DataFrame(sums, schema_overrides={"step": pl.Int64, "code": pl.Int64}).with_columns(
-                pl.lit(rank, pl.Int32).alias("rank"), pl.lit(attempt, pl.Int32).alias("attempt")
-            )
-        )
+        index = run.index(path)
+        for batches, frames in index.by_batches(_BATCHES_AT_A_TIME):
+            consumed = _consumed(frames, batches, index.closed)
+            sums = pl.DataFrame(_sums(consumed, described, rank, attempt))
+            place = {"rank": pl.lit(rank, pl.Int32), "attempt": pl.lit(attempt, pl.Int32)}
+            parts.append(sums.with_columns(**place))
     if not parts:
         return pl.DataFrame(schema=polars_schema(schema.COMPOSITION))
     names = dict(enumerate(described.sources))
@@ -96,6 +97,7 @@ class _Described:
             attempt: part.partition_by("rank", as_dict=True)
             for (attempt,), part in table.partition_by("attempt", as_dict=True).items()
         }
+        self._tables: dict[tuple[int, Any], _Table] = {}
 
     def look_up(
         self, attempt: int, rank: int, keys: NDArray[np.int64]
@@ -109,7 +111,9 @@ class _Described:
             if not missing.any():
                 break
             more = code[missing], length[missing]
-            found = _Table(by_rank[other]).look_up(keys[missing], *more)
+            if (attempt, other) not in self._tables:
+                self._tables[attempt, other] = _Table(by_rank[other])
+            found = self._tables[attempt, other].look_up(keys[missing], *more)
             code[missing], length[missing] = more
             missing[missing] = ~found
         return code, length
@@ -163,11 +167,11 @@ class _Consumed:
     repetition: NDArray[np.uint16]  # [n] of 65535
 
 
-def _consumed(frames: Iterable[Frame]) -> _Consumed:
+def _consumed(frames: Iterable[Frame], wanted: range, closed: Closed) -> _Consumed:
+    """Of some batches, from frames that hold more."""
     parts: dict[str, list[Mapping[str, np.ndarray]]] = {}
     for frame in frames:
         parts.setdefault(frame.kind, []).append(frame.columns)
-    closed = closed_of(parts)
     batches, scores = parts.get("batches", []), parts.get("scores", [])
     batch, size = (joined(batches, name, np.int64) for name in ("batch", "n_samples"))
     key = joined(batches, "key", np.int64)
@@ -175,11 +179,12 @@ def _consumed(frames: Iterable[Frame]) -> _Consumed:
     whole = zip(batches, unseen, strict=True)
     n_tokens = joined([{"n": one.get("n_tokens", none)} for one, none in whole], "n", np.int64)
     # Scores lie in the order of the rows of their batches, wherever these are.
-    starts = np.full(int(batch.max(initial=-1)) + 1, -1, np.int64)
-    starts[batch] = np.cumsum(size) - size
+    inside = (batch >= wanted.start) & (batch < wanted.stop)
+    starts = np.full(len(wanted), -1)
+    starts[batch[inside] - wanted.start] = (np.cumsum(size) - size)[inside]
     of_scores, n_scores = (joined(scores, name, np.int64) for name in ("batch", "n_samples"))
-    is_there = of_scores < len(starts)
-    start = np.where(is_there, starts[np.where(is_there, of_scores, 0)] if len(starts) else -1, -1)
+    is_there = (of_scores >= wanted.start) & (of_scores < wanted.stop)
+    start = np.where(is_there, starts[np.where(is_there, of_scores - wanted.start, 0)], -1)
     within = np.arange(n_scores.sum()) - np.repeat(np.cumsum(n_scores) - n_scores, n_scores)
     row = np.repeat(start, n_scores) + within
     row_is_there = np.repeat(start >= 0, n_scores)
@@ -191,7 +196,7 @@ def _consumed(frames: Iterable[Frame]) -> _Consumed:
         return values
 
     by_batch, by_window = (scored(n, np.uint8, UNSCORED) for n in ("equal_batch", "equal_window"))
-    is_closed = batch < len(closed.state)
+    is_closed = inside & (batch < len(closed.state))
     trained = np.zeros(len(batch), np.bool_)
     trained[is_closed] = closed.state[batch[is_closed]] == _TRAINED
     rows = np.repeat(trained, size)
