@@ -14,7 +14,7 @@ import polars as pl
 
 from auditor.errors import RunError
 from auditor.explain.events import EPISODE_STEPS, events_of
-from auditor.explain.grades import graded_kind, grades_table, judgements_of, policy_of
+from auditor.explain.grades import grades_table, judgements_of, policy_of
 from auditor.measure.grading import Grade, Policy, heads_fell
 from auditor.measure.recovery import (
     LOOKBACK_STEPS,
@@ -254,7 +254,7 @@ class Course:
             signals = signals.filter(pl.col("attempt") <= attempt)
         self._signals = _effective(signals)
         judged = list(judgements_of(self._signals, policy))
-        frame = grades_table(judged, graded_kind(self._signals))
+        frame = grades_table(judged)
         self.grades = tuple(judgement.grade for _, judgement in judged)
         self.heads_fell = heads_fell(alert for _, one in judged for alert in one.alerts)
         self.events = events_of(self._signals, frame)

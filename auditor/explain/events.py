@@ -320,9 +320,10 @@ def _least_deviation(median: float) -> float:
 
 
 def _alarming(grades: pl.DataFrame) -> _Bad:
-    """Grades below S5 after the warm-up."""
-    own = grades.filter(pl.col("grade").is_not_null())
-    values = own["ratio"].to_numpy().astype(np.float64)
+    """Grades below S5 after the warm-up, and blocks that lost their ratio: theirs counts as 0."""
+    lost = pl.col("grade").is_null() & (pl.col("alert") == "danger")
+    own = grades.filter(pl.col("grade").is_not_null() | lost)
+    values = own["ratio"].fill_null(0.0).to_numpy().astype(np.float64)
     series = _Series(
         "grade_drop", "grade", str(own["kind"][0]) if len(own) else "live", None,
         own["step"].to_numpy(), values,

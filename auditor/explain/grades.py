@@ -92,15 +92,13 @@ def grades_of(signals: pl.DataFrame, policy: Policy = DEFAULT_POLICY) -> pl.Data
     return grades_table(judgements_of(signals, policy))
 
 
-def grades_table(
-    judgements: Iterable[tuple[int, Judgement]], kind: str | None = None
-) -> pl.DataFrame:
-    """Grades of judged steps: ``schema.GRADES``; ``kind`` is each attempt's own, if not given."""
+def grades_table(judgements: Iterable[tuple[int, Judgement]]) -> pl.DataFrame:
+    """Grades of judged steps: ``schema.GRADES``."""
     rows = [
         {
             "attempt": attempt,
             "step": judgement.grade.step,
-            "kind": kind or judgement.kind,
+            "kind": judgement.kind,
             "layer": judgement.grade.layer,
             "ratio": judgement.grade.ratio if math.isfinite(judgement.grade.ratio) else None,
             "grade": judgement.grade.grade,

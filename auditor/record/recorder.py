@@ -481,6 +481,7 @@ class Recorder:
             self._notice_deletion()
             if not self._deleted:
                 self._writing(self.attempt.heartbeat)
+                self._writing(self._note_losses)
         if drained:
             done, self._draining[:] = list(self._draining), []
             for event in done:
@@ -496,6 +497,12 @@ class Recorder:
             self._samples.drop()
         else:
             self._writing(self._samples.flush)
+
+    def _note_losses(self) -> None:
+        """So that readers of a running run, or of one that was killed, know what is missing."""
+        known = {"counts": dict(self.counts), "failures": dict(self.failures)}
+        if any(self.attempt.facts.get(name, {}) != found for name, found in known.items()):
+            self.attempt.note(**known)
 
     def _sync(self) -> None:
         self._samples.sync()

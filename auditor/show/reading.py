@@ -98,6 +98,11 @@ def settings(explanation: Explanation) -> str:
             "warm-up",
             f"{DEFAULT_POLICY.warmup_samples} samples and {DEFAULT_POLICY.warmup_steps} steps",
         ),
+        (
+            "low ever since the warm-up",
+            f"watched after {DEFAULT_POLICY.settle_steps} steps, "
+            f"danger after {DEFAULT_POLICY.low_steps}",
+        ),
         ("best raw ratio looked for among", f"{DEFAULT_POLICY.baseline_samples} samples"),
         ("lookback before an onset", f"{attribution.LOOKBACK_STEPS} steps"),
         ("stretch compared", f"{attribution.STRETCH_STEPS} steps"),

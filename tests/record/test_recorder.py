@@ -154,6 +154,21 @@ def foreign_locator(index: Any, sample: Any) -> Any:
     return {"sample_id": "x"} if index % 3 == 0 else Located(source="located")
 
 
+def test_readers_of_a_running_run_know_what_was_lost(tmp_path: Path, monkeypatch: Any) -> None:
+    """And so do those of a run that is killed later."""
+    monkeypatch.setattr("auditor.record.recorder.HEARTBEAT_S", 0.01)
+    recorder = recorder_for(tmp_path / "run")
+    recorder.submit(lambda: None, what="batches")  # whatever begins the writing
+    recorder.failed("writing", OSError(errno.ENOSPC, "No space left on device"))
+    deadline = time.monotonic() + 20
+    while not any("writing failed" in gap for gap in Run.open(tmp_path / "run").gaps()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert any("still running" in gap for gap in Run.open(tmp_path / "run").gaps())
+    recorder.close()
+    assert Run.open(tmp_path / "run").gaps() == ["attempt 0, rank 0: writing failed 1 times"]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("locator", "n_failed", "words"),
