@@ -387,7 +387,8 @@ def test_a_monitor_calls_them_inside_its_step(tmp_path: Path) -> None:
     def failing(alert: Alert, monitor: Any) -> None:
         raise RuntimeError("of the user's own making")
 
-    policy = Policy(warmup_samples=0, warmup_steps=0, watch_grade=7, danger_grade=7)
+    at_once = {"warmup_samples": 0, "warmup_steps": 0, "settle_steps": 0, "low_steps": 0}
+    policy = Policy(**at_once, watch_grade=7, danger_grade=7)
     monitor = GradeMonitor(
         model, run=tmp_path / "run", every=1, policy=policy, on_alert=[failing, StopTraining(), cut]
     )
