@@ -158,9 +158,7 @@ class Run:
         if table == "exposures":
             samples = self._facts("samples")
             if steps is not None:  # few of very many
-                keys = frame.select("key").unique().collect()["key"]
-                some = samples.drop("preview").filter(pl.col("key").is_in(keys.implode()))
-                samples = some.collect().lazy()
+                samples = _samples_at(samples, frame.select(_PLACE).unique().collect())
             frame = _with_samples(frame, samples)
         return frame
 
@@ -310,6 +308,16 @@ def rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
             (pl.col("rank") == rank) & (pl.col("attempt") < attempt) & (pl.col("step") >= step)
         )
     return expression.fill_null(False)
+
+
+def _samples_at(samples: pl.LazyFrame, places: pl.DataFrame) -> pl.LazyFrame:
+    """Samples at these places (``_PLACE``); those of other ranks where the own told nothing."""
+    samples = samples.drop("preview")
+    own = samples.join(places.lazy(), on=_PLACE, how="semi", maintain_order="left").collect()
+    if places.join(own, on=_PLACE, how="anti").is_empty():
+        return own.lazy()
+    keys = places["key"].unique()
+    return samples.filter(pl.col("key").is_in(keys.implode())).collect().lazy()
 
 
 def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFrame:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from auditor.measure.agreement import similarity
 from auditor.schema import STATES, UNSCORED
 
 _SCORES: Final = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition")
-_FRAMES_AT_A_TIME: Final = 256
+_ROWS_AT_A_TIME: Final = 1 << 17
 _NONE: Final = np.zeros(0, np.int64)
 
 _TYPES: Final[Mapping[str, Any]] = {
@@ -231,13 +230,24 @@ def _samples_of(frames: Iterable[Frame]) -> pl.DataFrame:
     parts = [empty]
     samples = (frame for frame in frames if frame.kind == "samples")
     # Some at a time: as objects of Python, strings take several times what they take in a table.
-    while some := list(itertools.islice(samples, _FRAMES_AT_A_TIME)):
+    while some := _some(samples):
         parts.append(
             pl.concat(_stacked(some), how="diagonal_relaxed").sort("frame", maintain_order=True)
         )
     frame = pl.concat(parts, how="diagonal_relaxed")
     frame = frame.with_columns(_null_where_marked("row", "n_tokens"))
     return frame.unique("key", keep="first", maintain_order=True)
+
+
+def _some(frames: Iterator[Frame]) -> list[Frame]:
+    """The next frames, ``_ROWS_AT_A_TIME`` rows or a few more."""
+    some, n_rows = [], 0
+    for frame in frames:
+        some.append(frame)
+        n_rows += len(frame.columns["key"])
+        if n_rows >= _ROWS_AT_A_TIME:
+            break
+    return some
 
 
 def _signals_of(frames: Iterable[Frame]) -> pl.DataFrame:

@@ -52,6 +52,9 @@ MIN_EXPOSURES: Final = 2
 CLUSTER_STEPS: Final = 1000
 """Clusters, shards and samples are compared with this many steps of the history."""
 
+READ_AHEAD_STEPS: Final = 400
+"""Steps of an episode that are read together with the history before it."""
+
 N_NAMED: Final = 5
 """Clusters, shards and samples named per source."""
 
@@ -410,7 +413,7 @@ class _Trained:
     def of(self, low: int, high: int) -> pl.DataFrame:
         """Those of steps ``low`` to ``high``, and of others."""
         if low < self._span[0] or high > self._span[1]:
-            self._span = (low, max(high, low + 2 * CLUSTER_STEPS))
+            self._span = (low, max(high, low + CLUSTER_STEPS + READ_AHEAD_STEPS))
             self._rows = (
                 self._exposures(*self._span)
                 .filter(pl.col("state") == "trained")

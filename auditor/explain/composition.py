@@ -20,7 +20,7 @@ from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import similarity
 from auditor.run import Run, rolled_back
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
-from auditor.tables import Closed, joined, polars_schema
+from auditor.tables import Closed, joined
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
@@ -35,6 +35,14 @@ _MOST_GROUPS: Final = 1 << 24
 
 _COUNTS: Final = ("n_samples", "n_scored", "n_duplicate", "n_repetitive", "n_distinct", "n_tokens")
 
+_SUMMED: Final = pl.Schema(
+    {
+        "attempt": pl.Int32(),
+        **dict.fromkeys(("step", "code", *_COUNTS), pl.Int64()),
+        "repetition": pl.Float64(),
+    }
+)
+
 
 def composition_of(run: Run) -> pl.DataFrame:
     """Trained exposures summed per attempt, step and source, over ranks: ``schema.COMPOSITION``.
@@ -42,23 +50,19 @@ def composition_of(run: Run) -> pl.DataFrame:
     The effective view: what a later attempt rolled back is left out.
     """
     described = _Described(run)
-    parts = []
+    gone = rolled_back(run.first_steps())
+    total = pl.DataFrame(schema=_SUMMED)
     for rank, attempt, path in run.ledgers("exposures"):
-        index = run.index(path)
+        place = {"rank": pl.lit(rank, pl.Int32), "attempt": pl.lit(attempt, pl.Int32)}
+        index, parts = run.index(path), [total]
         for batches, frames in index.by_batches(_BATCHES_AT_A_TIME):
             consumed = _consumed(frames, batches, index.closed)
-            sums = pl.DataFrame(_sums(consumed, described, rank, attempt))
-            place = {"rank": pl.lit(rank, pl.Int32), "attempt": pl.lit(attempt, pl.Int32)}
-            parts.append(sums.with_columns(**place))
-    if not parts:
-        return pl.DataFrame(schema=polars_schema(schema.COMPOSITION))
+            sums = pl.DataFrame(_sums(consumed, described, rank, attempt)).with_columns(**place)
+            parts.append(sums.filter(~gone).select(list(_SUMMED)))
+        total = pl.concat(parts).group_by("attempt", "step", "code").agg(pl.all().sum())
     names = dict(enumerate(described.sources))
     return (
-        pl.concat(parts)
-        .filter(~rolled_back(run.first_steps()))
-        .group_by("attempt", "step", "code")
-        .agg(pl.col(*_COUNTS, "repetition").sum())
-        .with_columns(
+        total.with_columns(
             source=pl.col("code").replace_strict(names, return_dtype=pl.String),
             repetition=pl.when(pl.col("n_scored") > 0).then(
                 pl.col("repetition") / pl.col("n_scored")
@@ -79,41 +83,45 @@ class _Described:
     """
 
     def __init__(self, run: Run) -> None:
-        table = (
-            run.scan("samples")
-            .select(
-                "attempt", "rank", "key", pl.col("source").fill_null(UNKNOWN_SOURCE), "n_tokens"
+        self._samples = run.scan("samples").with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+        described = self._samples.select("attempt", "rank").unique().sort("rank").collect()
+        self._ranks: dict[int, list[int]] = {}
+        for attempt, rank in described.iter_rows():
+            self._ranks.setdefault(attempt, []).append(rank)
+        names = self._samples.select("source").unique().collect(engine="streaming")["source"]
+        self.sources = sorted({*names, UNKNOWN_SOURCE})
+        self._codes = {name: code for code, name in enumerate(self.sources)}
+        self._tables: dict[tuple[int, int], _Table] = {}
+
+    def _table(self, attempt: int, rank: int) -> _Table:
+        if (attempt, rank) not in self._tables:
+            table = (
+                self._samples.filter((pl.col("attempt") == attempt) & (pl.col("rank") == rank))
+                .select(
+                    "key",
+                    pl.col("source").replace_strict(self._codes, return_dtype=pl.Int32),
+                    pl.col("n_tokens").fill_null(0),
+                )
+                .collect()
             )
-            .collect()
-        )
-        self.sources = sorted({*table["source"].unique(), UNKNOWN_SOURCE})
-        codes = {name: code for code, name in enumerate(self.sources)}
-        self._unknown = codes[UNKNOWN_SOURCE]
-        table = table.with_columns(
-            pl.col("source").replace_strict(codes, return_dtype=pl.Int32),
-            pl.col("n_tokens").fill_null(0),
-        )
-        self._by_attempt = {
-            attempt: part.partition_by("rank", as_dict=True)
-            for (attempt,), part in table.partition_by("attempt", as_dict=True).items()
-        }
-        self._tables: dict[tuple[int, Any], _Table] = {}
+            self._tables[attempt, rank] = _Table(table)
+        return self._tables[attempt, rank]
 
     def look_up(
         self, attempt: int, rank: int, keys: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Code of the source and length of each key's sample, i64 [n] each."""
-        code, length = np.full(len(keys), self._unknown), np.zeros(len(keys), np.int64)
-        by_rank = self._by_attempt.get(attempt, {})
+        code, length = (
+            np.full(len(keys), self._codes[UNKNOWN_SOURCE]),
+            np.zeros(len(keys), np.int64),
+        )
         missing = np.ones(len(keys), np.bool_)
         # Where one rank reads for the others, it alone has described the samples.
-        for other in sorted(by_rank, key=lambda one: (one != (rank,), one)):
+        for other in sorted(self._ranks.get(attempt, ()), key=lambda one: (one != rank, one)):
             if not missing.any():
                 break
             more = code[missing], length[missing]
-            if (attempt, other) not in self._tables:
-                self._tables[attempt, other] = _Table(by_rank[other])
-            found = self._tables[attempt, other].look_up(keys[missing], *more)
+            found = self._table(attempt, other).look_up(keys[missing], *more)
             code[missing], length[missing] = more
             missing[missing] = ~found
         return code, length
