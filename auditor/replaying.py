@@ -28,14 +28,15 @@ import polars as pl
 from auditor.attempt import write_json
 from auditor.errors import AuditorError, RunError
 from auditor.explain.arms import ARMS, Batches, Stretch, contents_of, stretch_of
-from auditor.explain.attribution import LOOKBACK_STEPS, blamed_sources
+from auditor.explain.attribution import LOOKBACK_STEPS, MARKS, blamed_sources
 from auditor.explain.checkpoints import registered, step_of
 from auditor.explain.effects import BETTER, SIGNALS, Effect, effects_of, outcomes_of, signals_of
 from auditor.explain.exposures import replay_order
 from auditor.explain.implicated import implicated_exposures
 from auditor.explain.pipeline import explain
 from auditor.run import Run
-from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
+from auditor.schema import UNKNOWN_SOURCE
+from auditor.show.report import strict
 from auditor.show.text import clean
 
 SEEDS: Final = 5
@@ -144,7 +145,7 @@ class ReplayResult:
     def to_dict(self) -> dict[str, Any]:
         """As values of JSON; numbers that are not finite are None."""
         plan = self.plan
-        return {
+        document = {
             "schema_version": VERSION,
             "run_id": plan.run.run_id,
             "checkpoint": plan.checkpoint,
@@ -160,16 +161,11 @@ class ReplayResult:
             "shows_cause": self.shows_cause,
             "verdict": self.verdict,
             "notes": list(self.notes),
-            "effects": [
-                {
-                    **{k: _number(v) for k, v in vars(effect).items() if k != "differences"},
-                    "differences": [_number(value) for value in effect.differences],
-                }
-                for effect in self.effects
-            ],
-            "outcomes": [_numbers(row) for row in self.outcomes.iter_rows(named=True)],
-            "signals": [_numbers(row) for row in self.signals.iter_rows(named=True)],
+            "effects": [vars(effect) for effect in self.effects],
+            "outcomes": self.outcomes.to_dicts(),
+            "signals": self.signals.to_dicts(),
         }
+        return {name: strict(value) for name, value in document.items()}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
@@ -297,7 +293,8 @@ def replay(
         steps=steps, seeds=seeds,
     )  # fmt: skip
     kept = _Kept(planned, train)
-    n_there = sum(kept.has(arm, seed) for seed in range(seeds) for arm in ARMS)
+    there = {(arm, seed): kept.read(arm, seed) for seed in range(seeds) for arm in ARMS}
+    n_there = sum(found is not None for found in there.values())
     done = f" {n_there} of {len(ARMS) * seeds} trainings are there already." if n_there else ""
     say(f"{planned}{done}")
     for note in planned.notes:
@@ -307,7 +304,7 @@ def replay(
     # Seed by seed, so that what an interruption leaves is whole pairs.
     for seed in range(seeds):
         for arm in ARMS:
-            found = kept.read(arm, seed)
+            found = there[arm, seed]
             n_done += 1
             if found is None:
                 begun = time.monotonic()
@@ -473,8 +470,8 @@ def _stretch(
     low, high = max(0, first - POOL_STEPS), last + POOL_STEPS
     parts = replay_order(run, first=low, last=high).rows
     contents = (
-        run.scan("exposures")
-        .filter(pl.col("state") == "trained", pl.col("step").is_between(low, high))
+        run.exposures(low, high)
+        .filter(pl.col("state") == "trained")
         .select(*_EXPOSURE, "duplication", "repetition", "dup_of")
         .collect()
     )
@@ -524,14 +521,10 @@ def _stretch(
 def _marks(parts: pl.DataFrame, blame: _Blame) -> tuple[pl.Series, pl.Series]:
     """Of each part whether it is implicated, and whether it cannot replace one that is."""
     source = pl.col("source").fill_null(UNKNOWN_SOURCE)
-    bad = {
-        "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
-        "repetition": pl.col("repetition") > 0.0,
-    }
     like = pl.lit(False)
     for name, features in blame.features.items():
         for feature in sorted(features):
-            like = like | ((source == name) & bad[feature].fill_null(False))
+            like = like | ((source == name) & MARKS[feature].fill_null(False))
     blamed = source.is_in(list(blame.features))
     who = parts.join(blame.keys, on=["attempt", "key"], how="semi")["who"].unique()
     marked = parts.with_columns(
@@ -615,9 +608,6 @@ class _Kept:
             name = f"{arm}-seed-{seed:05d}-{digest}.json"
             self._paths[arm, seed] = self.planned.run.derived / "replay" / folder / name
         return self._paths[arm, seed]
-
-    def has(self, arm: str, seed: int) -> bool:
-        return self.read(arm, seed) is not None
 
     def read(self, arm: str, seed: int) -> list[tuple[int | None, str, float]] | None:
         try:
@@ -732,11 +722,3 @@ def _table(result: ReplayResult, signal: str) -> list[str]:
 
 def _percent(level: float) -> str:
     return f"{100 * level:.3g}%"
-
-
-def _number(value: Any) -> Any:
-    return None if isinstance(value, float) and value - value != 0 else value
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in row.items()}

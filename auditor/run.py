@@ -156,7 +156,7 @@ class Run:
         if view == "effective":
             frame = frame.filter(~rolled_back(self.first_steps()))
         if table == "exposures":
-            samples = self._facts("samples")
+            samples = self._facts("samples").drop("preview")
             if steps is not None:  # few of very many
                 samples = _samples_at(samples, frame.select(_PLACE).unique().collect())
             frame = _with_samples(frame, samples)
@@ -312,7 +312,6 @@ def rolled_back(first_steps: list[tuple[int, int, int]]) -> pl.Expr:
 
 def _samples_at(samples: pl.LazyFrame, places: pl.DataFrame) -> pl.LazyFrame:
     """Samples at these places (``_PLACE``); those of other ranks where the own told nothing."""
-    samples = samples.drop("preview")
     own = samples.join(places.lazy(), on=_PLACE, how="semi", maintain_order="left").collect()
     if places.join(own, on=_PLACE, how="anti").is_empty():
         return own.lazy()
@@ -323,7 +322,6 @@ def _samples_at(samples: pl.LazyFrame, places: pl.DataFrame) -> pl.LazyFrame:
 def _with_samples(exposures: pl.LazyFrame, samples: pl.LazyFrame) -> pl.LazyFrame:
     # A key means something inside its attempt only: the next may read another dataset. Where one
     # rank reads for the others, it alone has described the samples.
-    samples = samples.drop("preview", strict=False)
     described = [name for name in samples.collect_schema().names() if name not in _PLACE]
     anywhere = samples.unique(["attempt", "key"], keep="first", maintain_order=True)
     joined = exposures.rename({"n_tokens": "n_tokens_seen"}).join(

@@ -18,7 +18,6 @@ from auditor.schema import STATES, UNSCORED
 
 _SCORES: Final = ("dup_batch", "dup_window", "dup_run", "dup_of", "repetition")
 _ROWS_AT_A_TIME: Final = 1 << 17
-_NONE: Final = np.zeros(0, np.int64)
 
 _TYPES: Final[Mapping[str, Any]] = {
     "i32": pl.Int32,
@@ -58,7 +57,7 @@ def _batch_rows(parts: Sequence[Mapping[str, np.ndarray]], closed: Closed) -> pl
     whole = [
         {
             "key": one["key"],
-            "position": one.get("position", _places(one["n_samples"].astype(np.int64))),
+            "position": one.get("position", places(one["n_samples"].astype(np.int64))),
             "n_tokens": one.get("n_tokens", np.full(len(one["key"]), NULL)),
         }
         for one in parts
@@ -85,8 +84,8 @@ def _batch_rows(parts: Sequence[Mapping[str, np.ndarray]], closed: Closed) -> pl
     )
 
 
-def _places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of each row in its batch."""
+def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each row in its batch, i64 [rows]; ``sizes`` i64 [batches]."""
     return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
@@ -183,7 +182,7 @@ def _scores(parts: Sequence[Mapping[str, np.ndarray]]) -> pl.DataFrame:
     table = pl.DataFrame(
         {
             "batch": np.repeat(joined(parts, "batch"), sizes),
-            "order": _places(sizes),
+            "order": places(sizes),
             "dup_batch": similarity(by_batch),
             "dup_window": similarity(by_window),
             "dup_run": joined(parts, "dup_run", np.int32),
@@ -219,8 +218,8 @@ def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl
     return pl.DataFrame(
         {
             "batch": np.repeat(np.asarray(batches, np.int64), np.asarray(counts, np.int64)),
-            "order": np.concatenate([np.arange(n) for n in counts]) if counts else _NONE,
-            "loss": np.concatenate(values) if values else _NONE.astype(np.float32),
+            "order": places(np.asarray(counts, np.int64)),
+            "loss": np.concatenate([np.zeros(0, np.float32), *values]),
         }
     )
 

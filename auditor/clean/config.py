@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from auditor.clean.mixes import MAX_EPOCHS
 from auditor.clean.row import Reading
 from auditor.schema import DUPLICATE_SIMILARITY
 
@@ -51,7 +52,7 @@ class DedupeConfig:
     n_permutations: int = 128
     bands: int = 32
     seed: int = 1
-    max_epochs: float = 4.0
+    max_epochs: float = MAX_EPOCHS
     """Repetition budget for the weights that the manifest proposes."""
     content: str | None = None
     """Column of the content; None: text, else input_ids or tokens.

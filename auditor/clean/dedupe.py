@@ -42,7 +42,7 @@ from auditor.clean.manifest import Manifest, write_manifest
 from auditor.clean.mixes import cap_repetition
 from auditor.clean.scan import Scan, ScanTask, join_scans, scan_shard
 from auditor.clean.shards import Inputs, Shard, check_out, find_shards
-from auditor.clean.substrings import KeptRows, rows_with_spans, substring_duplicates
+from auditor.clean.substrings import KeptRows, cuts_of, rows_with_spans, substring_duplicates
 from auditor.clean.work import work_folder, writing
 from auditor.clean.write import WriteTask, Written, write_rows, write_shard
 from auditor.files import atomic, sha256
@@ -204,10 +204,7 @@ def _write(
     work: Path,
     tell: Progress,
 ) -> list[Written]:
-    cuts: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    if spans is not None:
-        for name, row, begin, end in spans.select("shard", "row", "begin", "end").iter_rows():
-            cuts.setdefault(name, {}).setdefault(row, []).append((begin, end))
+    cuts = {} if spans is None else cuts_of(spans)
     tasks = [
         WriteTask(
             shard=shard,

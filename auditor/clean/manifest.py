@@ -30,6 +30,7 @@ from auditor.clean.inputs import located
 from auditor.clean.mixes import MixSampler
 from auditor.clean.row import Cuts, Reading, Row
 from auditor.clean.shards import Shard
+from auditor.clean.substrings import cuts_of
 from auditor.errors import ManifestError, SchemaVersionError, ShardError
 from auditor.files import atomic, sha256, sha256_of
 from auditor.measure.substrings import cut
@@ -161,7 +162,7 @@ class Manifest:
         if self.has_children:
             yield from self.shards[number].rows(self.reading)
             return
-        keep, cuts = self.keep(entry["shard"]), self._cuts(entry["shard"])
+        keep, cuts = self.keep(entry["shard"]), self._cuts.get(entry["shard"], {})
         with self.parent_as_cleaned(number) as parent:
             rows = enumerate(parent.rows(self.reading_of_parents))
             for place, row in compress(rows, keep):
@@ -171,16 +172,12 @@ class Manifest:
                 else:
                     yield row._replace(content=cut(row.content, spans))
 
-    def _cuts(self, shard: str) -> Cuts:
-        """What the manifest says is to be cut out of a parent's rows."""
+    @cached_property
+    def _cuts(self) -> dict[str, Cuts]:
+        """What is to be cut out of the rows of parents, by shard."""
         if not (self.document.get("substrings") or {}).get("are_cut"):
             return {}
-        path = self._folder() / "substrings.parquet"
-        spans = _read(path).filter(pl.col("shard") == shard)
-        cuts: dict[int, list[tuple[int, int]]] = {}
-        for row, begin, end in spans.select("row", "begin", "end").iter_rows():
-            cuts.setdefault(row, []).append((begin, end))
-        return cuts
+        return cuts_of(_read(self._folder() / "substrings.parquet"))
 
     @cached_property
     def dataset(self) -> Any:

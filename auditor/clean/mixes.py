@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+MAX_EPOCHS: Final = 4.0
+"""Repetition budget: up to 4 epochs of a source cost almost nothing (Muennighoff et al. 2023)."""
 
 _BLOCK_DRAWS = 65_536
 
@@ -35,7 +38,7 @@ def cap_repetition(
     weights: Mapping[str, float],
     n_unique: Mapping[str, float],
     n_samples: int,
-    max_epochs: float = 4.0,
+    max_epochs: float = MAX_EPOCHS,
 ) -> Mix:
     """The weights nearest to those wished for that repeat no source more than ``max_epochs`` times.
 
@@ -47,7 +50,7 @@ def cap_repetition(
         weights: wished weight per source, not negative, on any scale.
         n_unique: samples each source has; several that share a weight of one count as one.
         n_samples: samples the run consumes.
-        max_epochs: repetition budget. Up to 4 costs almost nothing (Muennighoff et al. 2023).
+        max_epochs: repetition budget.
     """
     if not n_samples > 0:
         raise ValueError(f"n_samples must be positive, got {n_samples!r}")

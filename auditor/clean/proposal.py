@@ -14,13 +14,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from auditor.clean.mixes import MAX_EPOCHS
+
 MAX_FACTOR: Final = 2.0
 """A proposal changes the weight of a source by this factor at most, up or down: the evidence is an
 association, and a mix that jumps disturbs training by itself. What is left can be proposed again
 from the next run."""
-
-MAX_EPOCHS: Final = 4.0
-"""Repetition budget: up to 4 epochs of a source cost almost nothing (Muennighoff et al. 2023)."""
 
 RAMP_STAGES: Final = 10
 """Ranges of steps that a ramp is cut into."""

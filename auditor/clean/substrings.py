@@ -31,7 +31,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from auditor.clean.row import Reading, Row
+from auditor.clean.row import Cuts, Reading, Row
 from auditor.clean.shards import Shard
 from auditor.errors import ShardError
 from auditor.measure.substrings import (
@@ -110,6 +110,14 @@ def substring_duplicates(
         _find(corpus, n_elements, records, windows, tell)
         spans = _spans(corpus, n_elements, windows)
         return _located(shards, corpus, spans, reading, folder, tell)
+
+
+def cuts_of(spans: pl.DataFrame) -> dict[str, Cuts]:
+    """By shard and row, the spans of :func:`substring_duplicates` as they are cut out."""
+    cuts: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for shard, row, begin, end in spans.select("shard", "row", "begin", "end").iter_rows():
+        cuts.setdefault(shard, {}).setdefault(row, []).append((begin, end))
+    return dict(cuts)
 
 
 def rows_with_spans(spans: pl.DataFrame, *, min_left: int = 0) -> pl.DataFrame:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,11 @@ import click
 
 from auditor.cli.command import (
     GroupedCommand,
-    GroupedOption,
     as_json_option,
     checking,
     console,
     interruptible,
+    option_under,
 )
 from auditor.cli.engines import engine_for
 from auditor.cli.progress import progress_bar
@@ -29,19 +28,12 @@ if TYPE_CHECKING:
     from auditor.run import Run
 
 
-def _option(heading: str) -> Callable[..., Callable[[Any], Any]]:
-    def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
-        return click.option(*names, cls=GroupedOption, heading=heading, **settings)
-
-    return option
-
-
-_what = _option("What counts as a duplicate")
-_stays = _option("Which row stays")
-_dropped = _option("What else is dropped")
-_read = _option("How inputs are read")
-_written = _option("What is written")
-_where = _option("Where it runs")
+_what = option_under("What counts as a duplicate")
+_stays = option_under("Which row stays")
+_dropped = option_under("What else is dropped")
+_read = option_under("How inputs are read")
+_written = option_under("What is written")
+_where = option_under("Where it runs")
 
 
 @click.command(cls=GroupedCommand)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +45,11 @@ class GroupedOption(click.Option):
     def __init__(self, *args: Any, heading: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.heading = heading
+
+
+def option_under(heading: str) -> Callable[..., Callable[[Any], Any]]:
+    """``click.option`` for options that the help lists under this heading."""
+    return functools.partial(click.option, cls=GroupedOption, heading=heading)
 
 
 class GroupedCommand(click.Command):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from auditor.cli.command import GroupedCommand, GroupedOption, as_json_option, checking, console
+from auditor.cli.command import GroupedCommand, as_json_option, checking, console, option_under
 
 if TYPE_CHECKING:
     from auditor.clean.proposal import Proposal, Stage
@@ -23,61 +23,49 @@ _FORMATS: Final = (
 
 _SKIP_FORMS: Final = ("json", "megatron", "lightning")
 
-_MIX: Final = "Mix"
-_SKIPPING: Final = "Skip list"
+_mix = option_under("Mix")
+_skipping = option_under("Skip list")
 
 
 @click.command(cls=GroupedCommand)
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
+@_mix(
     "--format",
     "form",
-    cls=GroupedOption,
-    heading=_MIX,
     type=click.Choice(_FORMATS),
     help="Write the mix in this format instead of printing the proposal.",
 )
-@click.option(
+@_mix(
     "--paths",
-    cls=GroupedOption,
-    heading=_MIX,
     multiple=True,
     metavar="SOURCE=PATH",
     help="Where a source lies, as the format wants it: prefix, folder, pattern or URL; repeatable. "
     " [default: the source's name]",
 )
-@click.option(
+@_mix(
     "--ramp",
     "ramp_steps",
-    cls=GroupedOption,
-    heading=_MIX,
     type=click.IntRange(1),
     metavar="STEPS",
     help="Go from the recorded mix to the proposed one over so many steps.",
 )
-@click.option(
+@_mix(
     "--max-factor",
-    cls=GroupedOption,
-    heading=_MIX,
     type=click.FloatRange(1.0),
     default=2.0,
     show_default=True,
     help="Most that the weight of a source changes by, up or down.",
 )
-@click.option(
+@_mix(
     "--max-epochs",
-    cls=GroupedOption,
-    heading=_MIX,
     type=click.FloatRange(0.0, min_open=True),
     default=4.0,
     show_default=True,
     help="Repetition budget of a source.",
 )
-@click.option(
+@_skipping(
     "--skip-list",
     "skip_form",
-    cls=GroupedOption,
-    heading=_SKIPPING,
     type=click.Choice(_SKIP_FORMS),
     help="Write the implicated batches: RUN/derived/skip.json for AuditedSampler(skip=), "
     "Megatron's --iterations-to-skip on standard output, or RUN/derived/skip_batches.json.",

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from auditor import schema
 from auditor.explain.attribution import clusters_of
 from auditor.schema import DUPLICATE_SIMILARITY
+from auditor.tables import places
 
 ARMS: Final = ("as_it_was", "without_implicated", "without_random")
 
@@ -147,8 +148,7 @@ class Batches(Sequence[Batch]):
         """The parts of these rows one below the other, and how many each has."""
         rows = self._stretch.rows[shown]
         sizes, starts = rows["n_parts"].to_numpy(), rows["first_part"].to_numpy()
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return self._stretch.parts[np.repeat(starts, sizes) + within], sizes
+        return self._stretch.parts[np.repeat(starts, sizes) + places(sizes)], sizes
 
 
 @dataclass(frozen=True)

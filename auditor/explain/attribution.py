@@ -70,6 +70,12 @@ class Windows:
     n_control: int
 
 
+MARKS: Final[Mapping[str, pl.Expr]] = {
+    "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
+    "repetition": pl.col("repetition") > 0.0,
+}
+"""By feature that a source may be blamed for: which exposures of it are meant."""
+
 Exposures = Callable[[int, int], pl.LazyFrame]
 """Exposures (``schema.EXPOSURES_JOINED``) of the steps from one to another, both included."""
 
@@ -362,10 +368,7 @@ def _named(
         (pl.col("source") == row["name"]) & pl.col("step").is_between(control[0], window[1])
     )
     own = own.with_columns(cluster=clusters_of(own))
-    if row["feature"] == "duplication":
-        implicated = pl.col("duplication") >= DUPLICATE_SIMILARITY
-    else:
-        implicated = pl.col("repetition") > 0.0
+    implicated = MARKS[row["feature"]]
     levels = [("cluster", "cluster"), ("shard", "shard"), ("sample", "sample_id")]
     named = []
     for level, column in levels:
@@ -402,6 +405,12 @@ def _named(
     return named
 
 
+def trained_with_source(exposures: pl.LazyFrame) -> pl.LazyFrame:
+    """Those that were trained, each with the name of a source."""
+    trained = exposures.filter(pl.col("state") == "trained")
+    return trained.with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+
+
 class _Trained:
     """Trained exposures as far as naming needs them, read once for the events of an episode."""
 
@@ -415,9 +424,7 @@ class _Trained:
         if low < self._span[0] or high > self._span[1]:
             self._span = (low, max(high, low + CLUSTER_STEPS + READ_AHEAD_STEPS))
             self._rows = (
-                self._exposures(*self._span)
-                .filter(pl.col("state") == "trained")
-                .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
+                trained_with_source(self._exposures(*self._span))
                 .select(
                     *("step", "key", "sample_id", "source", "shard"),
                     *("dup_of", "duplication", "repetition"),

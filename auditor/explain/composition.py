@@ -20,7 +20,7 @@ from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import similarity
 from auditor.run import Run, rolled_back
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
-from auditor.tables import Closed, joined
+from auditor.tables import Closed, joined, places
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
@@ -193,8 +193,7 @@ def _consumed(frames: Iterable[Frame], wanted: range, closed: Closed) -> _Consum
     of_scores, n_scores = (joined(scores, name, np.int64) for name in ("batch", "n_samples"))
     is_there = (of_scores >= wanted.start) & (of_scores < wanted.stop)
     start = np.where(is_there, starts[np.where(is_there, of_scores - wanted.start, 0)], -1)
-    within = np.arange(n_scores.sum()) - np.repeat(np.cumsum(n_scores) - n_scores, n_scores)
-    row = np.repeat(start, n_scores) + within
+    row = np.repeat(start, n_scores) + places(n_scores)
     row_is_there = np.repeat(start >= 0, n_scores)
     row = row[row_is_there]
 

@@ -8,9 +8,14 @@ from typing import Any, Final
 import polars as pl
 
 from auditor import schema
-from auditor.explain.attribution import LOOKBACK_STEPS, Exposures, blamed_sources
+from auditor.explain.attribution import (
+    LOOKBACK_STEPS,
+    MARKS,
+    Exposures,
+    blamed_sources,
+    trained_with_source,
+)
 from auditor.run import Run
-from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
 from auditor.tables import polars_schema
 
 SCHEMA: Final[Mapping[str, Any]] = {
@@ -36,18 +41,12 @@ def implicated_exposures(
     From ``LOOKBACK_STEPS`` before the last healthy sample to the trough. Columns of
     ``schema.EXPOSURES_JOINED``, and ``event`` (i32): an exposure between two events is there twice.
     """
-    bad = {
-        "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
-        "repetition": pl.col("repetition") > 0.0,
-    }
     parts = []
     for row in blamed_sources(suspects).iter_rows(named=True):
         event = events.filter(pl.col("event") == row["event"]).row(0, named=True)
         inside = exposures(event["onset_low"] - LOOKBACK_STEPS + 1, event["trough_step"])
-        of_source = (
-            inside.filter(pl.col("state") == "trained")
-            .with_columns(pl.col("source").fill_null(UNKNOWN_SOURCE))
-            .filter((pl.col("source") == row["name"]) & bad[row["feature"]])
+        of_source = trained_with_source(inside).filter(
+            (pl.col("source") == row["name"]) & MARKS[row["feature"]]
         )
         parts.append(of_source.with_columns(event=pl.lit(row["event"], pl.Int32)))
     columns = pl.Schema({**polars_schema(schema.EXPOSURES_JOINED), "event": pl.Int32()})
