@@ -199,7 +199,9 @@ COMPOSITION: Final[Mapping[str, str]] = {
     "n_repetitive": "i64",  # rows flagged as repetitive
     "n_distinct": "i64",  # rows whose content was not seen before, as far as it was scored
     "n_tokens": "i64",
+    "n_losses": "i64",  # rows whose own loss was recorded, and is finite
     "repetition": "f64",  # mean over scored rows
+    "loss": "f64",  # mean over rows with a recorded loss; null where there are none
 }
 """Per step and source, over ranks: what reports and the join read instead of every row."""
 

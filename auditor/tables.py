@@ -158,10 +158,19 @@ class ExposureIndex:
         return _exposures_of(self._frames(self._starts[inside]), self.closed)
 
     def by_batches(self, n: int) -> Iterator[tuple[range, Iterator[Frame]]]:
-        """Ordinals of ``n`` batches at a time, and the frames that hold something of them."""
-        for first in range(0, int(self._last.max(initial=-1)) + 1, n):
-            inside = (self._last >= first) & (self._first < first + n)
-            yield range(first, first + n), self._frames(self._starts[inside])
+        """Ordinals of ``n`` batches at a time, and the frames that hold something of them.
+
+        Or of some more: batches of one step are never parted.
+        """
+        first, end = 0, int(self._last.max(initial=-1)) + 1
+        step = self.closed.step
+        while first < end:
+            stop = first + n
+            while 0 < stop < len(step) and step[stop] == step[stop - 1] >= 0:
+                stop += 1
+            inside = (self._last >= first) & (self._first < stop)
+            yield range(first, stop), self._frames(self._starts[inside])
+            first = stop
 
     def _frames(self, starts: NDArray[np.int64]) -> Iterator[Frame]:
         for start in starts.tolist():
@@ -200,8 +209,22 @@ def _scores(parts: Sequence[Mapping[str, np.ndarray]]) -> pl.DataFrame:
 
 
 def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl.DataFrame:
-    """Losses by batch and order of its rows; of groups that do not fit their batches, none."""
-    sizes = dict(rows.group_by("batch").len().iter_rows())
+    """Losses by batch and order of its rows."""
+    batch, n_rows, loss = fitting_losses(parts, dict(rows.group_by("batch").len().iter_rows()))
+    return pl.DataFrame(
+        {"batch": np.repeat(batch, n_rows), "order": places(n_rows), "loss": loss},
+        schema_overrides={"order": pl.Int64},
+    )
+
+
+def fitting_losses(
+    parts: Sequence[Mapping[str, np.ndarray]], sizes: Mapping[int, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    """Batches i64 [B], their rows i64 [B], and the losses of these rows in order, f32.
+
+    ``sizes``: rows by batch. Losses came for some batches together; where a batch of them was
+    dropped, none of their rows can be told, and they are left out.
+    """
     batches: list[int] = []
     counts: list[int] = []
     values: list[np.ndarray] = []
@@ -211,16 +234,14 @@ def _losses(parts: Sequence[Mapping[str, np.ndarray]], rows: pl.DataFrame) -> pl
         losses = np.split(columns["loss"], np.cumsum(n_losses)[:-1])
         for group, loss in zip(of_group, losses, strict=True):
             n = [sizes.get(int(batch), 0) for batch in group]
-            if sum(n) == len(loss):  # else a batch of them was dropped, and none can be told
+            if sum(n) == len(loss):
                 batches += group.tolist()
                 counts += n
                 values.append(loss)
-    return pl.DataFrame(
-        {
-            "batch": np.repeat(np.asarray(batches, np.int64), np.asarray(counts, np.int64)),
-            "order": places(np.asarray(counts, np.int64)),
-            "loss": np.concatenate([np.zeros(0, np.float32), *values]),
-        }
+    return (
+        np.asarray(batches, np.int64),
+        np.asarray(counts, np.int64),
+        np.concatenate([np.zeros(0, np.float32), *values]),
     )
 
 

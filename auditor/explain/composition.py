@@ -20,7 +20,7 @@ from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import similarity
 from auditor.run import Run, rolled_back
 from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
-from auditor.tables import Closed, joined, places
+from auditor.tables import Closed, fitting_losses, joined, places
 
 REPETITIVE_SHARE: Final = 0.3
 """Share of a sample covered by repeated n-grams from which it counts as repetitive."""
@@ -33,13 +33,18 @@ _BATCHES_AT_A_TIME: Final = 1 << 14
 _MOST_GROUPS: Final = 1 << 24
 """Steps times sources up to which sums are kept for all of them, whether they occur or not."""
 
-_COUNTS: Final = ("n_samples", "n_scored", "n_duplicate", "n_repetitive", "n_distinct", "n_tokens")
+_COUNTS: Final = (
+    *("n_samples", "n_scored", "n_duplicate", "n_repetitive", "n_distinct", "n_tokens"),
+    "n_losses",
+)
+_MEANS: Final = {"repetition": "n_scored", "loss": "n_losses"}
+"""Summed here, and told as means over so many rows."""
 
 _SUMMED: Final = pl.Schema(
     {
         "attempt": pl.Int32(),
         **dict.fromkeys(("step", "code", *_COUNTS), pl.Int64()),
-        "repetition": pl.Float64(),
+        **dict.fromkeys(_MEANS, pl.Float64()),
     }
 )
 
@@ -64,9 +69,10 @@ def composition_of(run: Run) -> pl.DataFrame:
     return (
         total.with_columns(
             source=pl.col("code").replace_strict(names, return_dtype=pl.String),
-            repetition=pl.when(pl.col("n_scored") > 0).then(
-                pl.col("repetition") / pl.col("n_scored")
-            ),
+            **{
+                mean: pl.when(pl.col(count) > 0).then(pl.col(mean) / pl.col(count))
+                for mean, count in _MEANS.items()
+            },
         )
         .sort("step", "attempt", "source")
         .select(list(schema.COMPOSITION))
@@ -173,6 +179,7 @@ class _Consumed:
     equal: NDArray[np.uint8]  # [n] equal sketch bytes, the higher of batch and window; or UNSCORED
     is_first: NDArray[np.bool_]  # [n] content not seen before in the run
     repetition: NDArray[np.uint16]  # [n] of 65535
+    loss: NDArray[np.float32]  # [n], NaN where none was recorded
 
 
 def _consumed(frames: Iterable[Frame], wanted: range, closed: Closed) -> _Consumed:
@@ -190,12 +197,21 @@ def _consumed(frames: Iterable[Frame], wanted: range, closed: Closed) -> _Consum
     inside = (batch >= wanted.start) & (batch < wanted.stop)
     starts = np.full(len(wanted), -1)
     starts[batch[inside] - wanted.start] = (np.cumsum(size) - size)[inside]
-    of_scores, n_scores = (joined(scores, name, np.int64) for name in ("batch", "n_samples"))
-    is_there = (of_scores >= wanted.start) & (of_scores < wanted.stop)
-    start = np.where(is_there, starts[np.where(is_there, of_scores - wanted.start, 0)], -1)
-    row = np.repeat(start, n_scores) + places(n_scores)
-    row_is_there = np.repeat(start >= 0, n_scores)
-    row = row[row_is_there]
+
+    def rows_of(of: NDArray[np.int64], n: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Row of each of ``n`` values of some batches, and which of the values have one."""
+        is_there = (of >= wanted.start) & (of < wanted.stop)
+        start = np.where(is_there, starts[np.where(is_there, of - wanted.start, 0)], -1)
+        row, row_is_there = np.repeat(start, n) + places(n), np.repeat(start >= 0, n)
+        return row[row_is_there], row_is_there
+
+    row, row_is_there = rows_of(*(joined(scores, name) for name in ("batch", "n_samples")))
+    loss = np.full(len(key), np.nan, np.float32)
+    if "losses" in parts:
+        sizes = dict(zip(batch.tolist(), size.tolist(), strict=True))
+        of_losses, n_losses, losses = fitting_losses(parts["losses"], sizes)
+        row_of_loss, has_row = rows_of(of_losses, n_losses)
+        loss[row_of_loss] = losses[has_row]
 
     def scored(name: str, kind: Any, default: int) -> NDArray[Any]:
         values = np.full(len(key), default, kind)
@@ -215,13 +231,14 @@ def _consumed(frames: Iterable[Frame], wanted: range, closed: Closed) -> _Consum
         equal=np.where(by_batch == UNSCORED, UNSCORED, np.maximum(by_batch, by_window))[rows],
         is_first=scored("dup_run", np.int64, 0)[rows] == 0,
         repetition=scored("repetition", np.uint16, 0)[rows],
+        loss=loss[rows],
     )
 
 
 def _sums(
     consumed: _Consumed, described: _Described, rank: int, attempt: int
 ) -> dict[str, NDArray[Any]]:
-    """By step and code of the source: ``_COUNTS``, and the sum of repetitions over scored rows."""
+    """By step and code of the source: ``_COUNTS``, and the sums that ``_MEANS`` are made of."""
     steps, of_batch = np.unique(consumed.step, return_inverse=True)
     code, length = described.look_up(attempt, rank, consumed.key)
     group = np.repeat(of_batch * len(described.sources), consumed.n_samples) + code
@@ -233,6 +250,7 @@ def _sums(
     near = scored & _IS_DUPLICATE[consumed.equal]
     repetition = (consumed.repetition.astype(np.float64) / 65535).astype(np.float32)
     n_tokens = np.where(consumed.n_tokens == NULL, length, consumed.n_tokens)
+    has_loss = np.isfinite(consumed.loss)
 
     def count(chosen: Any) -> NDArray[np.int64]:
         return np.bincount(group[chosen], minlength=len(places))
@@ -247,7 +265,9 @@ def _sums(
         "n_repetitive": count(scored & (repetition >= np.float32(REPETITIVE_SHARE))),
         "n_distinct": count((consumed.is_first | ~scored) & ~near),
         "n_tokens": total(n_tokens).astype(np.int64),
+        "n_losses": count(has_loss),
         "repetition": total(np.where(scored, repetition, 0)),
+        "loss": total(np.where(has_loss, consumed.loss, 0)),
     }
     some = np.flatnonzero(sums["n_samples"])
     step, code = np.divmod(places[some], len(described.sources))

@@ -25,7 +25,9 @@ def composition_of_rows(exposures: pl.LazyFrame) -> pl.DataFrame:
             .sum()
             .cast(pl.Int64),
             n_tokens=pl.col("n_tokens").sum().cast(pl.Int64),
+            n_losses=pl.col("loss").is_finite().sum().cast(pl.Int64),
             repetition=pl.col("repetition").cast(pl.Float64).mean(),
+            loss=pl.col("loss").cast(pl.Float64).filter(pl.col("loss").is_finite()).mean(),
         )
         .sort("step", "attempt", "source")
         .select(list(schema.COMPOSITION))

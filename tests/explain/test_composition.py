@@ -24,7 +24,8 @@ SOURCES = ("books", "code", None)
 
 
 def write_run(path: Path, seed: int) -> Run:
-    """A run of some ranks that restart, discard, renumber, skip, pack rows, and score some rows."""
+    """A run of some ranks that restart, discard, renumber, skip, pack rows, score some rows, and
+    tell the losses of some steps."""
     rng = np.random.default_rng(seed)
     path.mkdir()
     facts = {"run_id": "r", "schema_version": schema.RUN_VERSION, "created": "", "world_size": 1}
@@ -38,7 +39,7 @@ def write_run(path: Path, seed: int) -> Run:
             name = f"rank-{rank:05d}/attempt-{attempt:04d}.ledger"
             exposures = LedgerWriter(path / "exposures" / name)
             buffer, waiting, seen = ExposureBuffer(), [], set()
-            batch = 0
+            batch, sizes = 0, {}
             for _ in range(int(rng.integers(1, 30))):
                 batch += 1 + int(rng.random() < 0.1)
                 keys = rng.choice(pool, int(rng.integers(1, 5)))
@@ -53,7 +54,12 @@ def write_run(path: Path, seed: int) -> Run:
                 if rng.random() < 0.8:
                     buffer.add_scores(batch, scores(rng, keys))
                 waiting.append(batch)
+                sizes[batch] = len(keys)
                 if rng.random() < 0.5:
+                    if rng.random() < 0.7:
+                        losses = rng.random(sum(map(sizes.get, waiting))).astype(np.float32)
+                        losses[rng.random(len(losses)) < 0.1] = np.nan
+                        buffer.add_losses(waiting, losses)
                     if rng.random() < 0.9:
                         buffer.add_step(step, "trained", waiting)
                         if rng.random() < 0.1:
