@@ -28,7 +28,7 @@ import polars as pl
 from auditor.attempt import write_json
 from auditor.errors import AuditorError, RunError
 from auditor.explain.arms import ARMS, Batches, Stretch, contents_of, stretch_of
-from auditor.explain.attribution import LOOKBACK_STEPS, MARKS, blamed_sources
+from auditor.explain.attribution import LOOKBACK_STEPS, blamed_sources, marked
 from auditor.explain.checkpoints import registered, step_of
 from auditor.explain.effects import BETTER, SIGNALS, Effect, effects_of, outcomes_of, signals_of
 from auditor.explain.exposures import replay_order
@@ -339,7 +339,7 @@ class _Blame:
     """``since`` is the last step before anything implicated, ``begin`` the last before the event.
 
     ``end`` is the last to replay by default. ``keys``: attempt and key of the implicated samples.
-    ``features``: what marks an exposure of a blamed source after ``since``; empty where samples
+    ``marks``: what marks an exposure of a blamed source after ``since``; empty where samples
     were named.
     """
 
@@ -348,7 +348,7 @@ class _Blame:
     end: int
     since: int
     keys: pl.DataFrame
-    features: Mapping[str, frozenset[str]]
+    marks: Mapping[str, pl.Expr]
 
 
 def _blamed(run: Run, number: int | None) -> _Blame:
@@ -376,9 +376,9 @@ def _blamed(run: Run, number: int | None) -> _Blame:
             path=run.path,
             remedy="Name the samples to test with samples=",
         )
-    features: dict[str, frozenset[str]] = {}
+    marks: dict[str, pl.Expr] = {}
     for row in blamed.iter_rows(named=True):
-        features[row["name"]] = features.get(row["name"], frozenset()) | {row["feature"]}
+        marks[row["name"]] = marks.get(row["name"], pl.lit(False)) | marked(row)
     onset = episode.select(low=pl.min("onset_low"), high=pl.min("onset_high")).row(0)
     keys = implicated_exposures(events, suspects, run.exposures).select("attempt", "key")
     return _Blame(
@@ -387,7 +387,7 @@ def _blamed(run: Run, number: int | None) -> _Blame:
         end=min(int(episode["trough_step"].max()), onset[1] + AFTER_STEPS),  # type: ignore[arg-type]
         since=onset[0] - LOOKBACK_STEPS,
         keys=keys.unique().collect(),
-        features=features,
+        marks=marks,
     )
 
 
@@ -409,7 +409,7 @@ def _named(run: Run, named: list[str]) -> _Blame:
         end=min(last, first + AFTER_STEPS),
         since=first - 1,
         keys=found.select("attempt", "key").unique(),
-        features={},
+        marks={},
     )
 
 
@@ -472,7 +472,7 @@ def _stretch(
     contents = (
         run.exposures(low, high)
         .filter(pl.col("state") == "trained")
-        .select(*_EXPOSURE, "duplication", "repetition", "dup_of")
+        .select(*_EXPOSURE, "duplication", "repetition", "dup_of", "loss")
         .collect()
     )
     parts = parts.join(contents, on=_EXPOSURE, how="left", maintain_order="left")
@@ -522,10 +522,9 @@ def _marks(parts: pl.DataFrame, blame: _Blame) -> tuple[pl.Series, pl.Series]:
     """Of each part whether it is implicated, and whether it cannot replace one that is."""
     source = pl.col("source").fill_null(UNKNOWN_SOURCE)
     like = pl.lit(False)
-    for name, features in blame.features.items():
-        for feature in sorted(features):
-            like = like | ((source == name) & MARKS[feature].fill_null(False))
-    blamed = source.is_in(list(blame.features))
+    for name, mark in blame.marks.items():
+        like = like | ((source == name) & mark.fill_null(False))
+    blamed = source.is_in(list(blame.marks))
     who = parts.join(blame.keys, on=["attempt", "key"], how="semi")["who"].unique()
     marked = parts.with_columns(
         like=like,

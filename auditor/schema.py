@@ -39,6 +39,9 @@ UNKNOWN_SOURCE: Final = "unknown"
 DUPLICATE_SIMILARITY: Final = 0.8
 """Estimated Jaccard from which a sample counts as a near-duplicate."""
 
+SIMILAR: Final = 0.4
+"""Estimated Jaccard from which a sample shares much with another: boilerplate, templates."""
+
 STATES: Final = ("trained", "discarded", "skipped", "delivered", "drawn")
 """What became of an exposure.
 
@@ -196,6 +199,7 @@ COMPOSITION: Final[Mapping[str, str]] = {
     "n_samples": "i64",
     "n_scored": "i64",  # rows whose duplication was scored
     "n_duplicate": "i64",  # rows with duplication at or above the threshold
+    "n_similar": "i64",  # rows that share much with another, and are no near-duplicates
     "n_repetitive": "i64",  # rows flagged as repetitive
     "n_distinct": "i64",  # rows whose content was not seen before, as far as it was scored
     "n_tokens": "i64",
@@ -209,16 +213,17 @@ SUSPECTS: Final[Mapping[str, str]] = {
     "event": "i32",
     "level": "str",  # source, cluster, shard, sample
     "name": "str",
-    "feature": "str",  # share, duplication, repetition
-    "exposure": "f64",  # share of the batch in the strongest 10 steps of the lookback
-    "control": "f64",  # share over all steps before the lookback
-    "lift": "f64",  # exposure / control, with half a row added to each side
+    "feature": "str",  # share, duplication, similarity, repetition, loss
+    "exposure": "f64",  # share of the batch in the strongest 10 steps of the lookback; of the loss,
+    #                     the mean of the source's samples in nats
+    "control": "f64",  # the same over the control steps
+    "lift": "f64",  # exposure / control, of shares with half a row added to each side
     "low": "f64",  # interval of the lift
     "high": "f64",
     "z": "f64",  # robust z of the lookback against the control windows
     "p": "f64",  # share of circular shifts that look at least as bad
     "q": "f64",  # Benjamini-Hochberg over everything tested for the event
-    "lag": "i64",  # steps from the start of the strongest stretch to the onset; negative: after it
+    "lag": "i64",  # steps from where the exposure changed to the onset; negative: after it
     "verdict": "str",  # blamed, coincident, ranked
 }
 

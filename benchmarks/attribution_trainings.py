@@ -1,4 +1,4 @@
-"""The trainings of ``attribution.py``: one small GPT on real text, with a fault whose cause is known.
+"""The trainings of ``attribution.py``: one small GPT, real text, a fault whose cause is known.
 
 Each training is recorded as a user's would be, by ``AuditedSampler`` and ``GradeMonitor`` with the
 loss of every sample, into a run directory. A training of one seed draws the same rows with and
@@ -8,6 +8,7 @@ source, the decoy, is made of repeated passages from the first step to the last.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -264,7 +265,7 @@ def _train(run: Path, kind: str, seed: int, corpus_folder: Path | None) -> Truth
     model = GPT(GPTConfig(n_positions=WINDOW_BYTES - 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     ends = [0, onset, STEPS] if kind == "restart" else [0, STEPS]
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         monitor = GradeMonitor(
             model, run=run, every=EVERY, probe=corpus.probe, probe_loss=next_byte_loss
         )

@@ -26,6 +26,10 @@ RAMP_STAGES: Final = 10
 
 NO_CHANGE: Final = "No change proposed: no data cause was found."
 
+CLEANED: Final[Mapping[str, str]] = {"duplication": "n_duplicate", "repetition": "repeated"}
+"""By feature that deduplication can take away: the column that counts it. What else a source is
+blamed for (being new, samples alike, their loss) leaves its weight to be changed."""
+
 _SMALLEST_CHANGE: Final = 0.01
 """Where every weight would change by less than this share of itself, none is changed."""
 
@@ -34,10 +38,9 @@ _SMALLEST_CHANGE: Final = 0.01
 class Change:
     """One thing to change about one source, and the evidence for it.
 
-    Where the source is blamed, ``feature`` (duplication, repetition) is what stood out most and
-    ``event`` the event that it stood out before; ``exposure`` and ``control`` are its shares of the
-    batch in the strongest stretch and before, ``lift`` one over the other with the 95% interval
-    ``low`` to ``high``, and ``z`` is what changes are ranked by. All are None where the reason is
+    Where the source is blamed, ``feature`` is what stood out most and ``event`` the event that it
+    stood out before; ``exposure``, ``control``, ``lift``, ``low``, ``high`` and ``z`` are those of
+    ``schema.SUSPECTS``; changes are ranked by ``z``. All are None where the reason is
     the repetition budget. ``factor``: new weight over old, None for a deduplication.
     """
 
@@ -155,7 +158,7 @@ def propose(
     )
     return Proposal(
         _summary(changes, over, bool(distinct.sum() * max_epochs < n.sum()), max_epochs),
-        True,
+        any(one.kind == "deduplicate" for one in changes),
         named(now),
         named(weights),
         named(n / distinct),
@@ -224,12 +227,13 @@ def _blamed(suspects: pl.DataFrame, names: list[str]) -> pl.DataFrame:
 
 def _kept(seen: pl.DataFrame, blamed: pl.DataFrame) -> NDArray[np.float64]:
     """Share of each source that is left without what the source is blamed for, f64 [n]."""
-    counts = {"duplication": "n_duplicate", "repetition": "repeated"}
     kept = np.ones(len(seen))
     for name, feature in blamed.select("name", "feature").iter_rows():
         row = seen.row(by_predicate=pl.col("source") == name, named=True)
         place = seen["source"].to_list().index(name)
-        kept[place] = min(kept[place], 1.0 - row[counts[feature]] / max(1, row["n_scored"]))
+        # Where nothing tells good rows from bad, all are: the weight falls as far as it may.
+        n_bad = row[CLEANED.get(feature, "n_scored")]
+        kept[place] = min(kept[place], 1.0 - n_bad / max(1, row["n_scored"]))
     return kept
 
 
@@ -267,11 +271,13 @@ def _scaled(
 
 def _changes(blamed: pl.DataFrame, factors: Mapping[str, float]) -> tuple[Change, ...]:
     found: list[Change] = []
+    cleaned = set(blamed.filter(pl.col("feature").is_in(list(CLEANED)))["name"])
     for row in blamed.unique("name", keep="first", maintain_order=True).iter_rows(named=True):
         columns = ("feature", "event", "exposure", "control", "lift", "low", "high", "z")
         evidence = {name: row[name] for name in columns}
         evidence |= {"source": row["name"], "reason": "blamed"}
-        found.append(Change(kind="deduplicate", **evidence))
+        if row["name"] in cleaned:
+            found.append(Change(kind="deduplicate", **evidence))
         factor = factors[row["name"]]
         if factor < 1.0 - 1e-9:
             found.append(Change(kind="reweight", factor=factor, **evidence))
@@ -283,8 +289,10 @@ def _summary(
 ) -> str:
     names = ", ".join(one.source for one in changes if one.kind == "deduplicate")
     lowered = [f"{one.source} (x {one.factor:.2f})" for one in changes if one.factor is not None]
-    words = f"Deduplicate, starting with {names}"
-    words += f", and lower the weight of {', '.join(lowered)}." if lowered else "."
+    wishes = [f"deduplicate, starting with {names}"] if names else []
+    wishes += [f"lower the weight of {', '.join(lowered)}"] if lowered else []
+    words = ", and ".join(wishes) or "leave the mix as it is: no weight can be lowered further"
+    words = f"{words[0].upper()}{words[1:]}."
     if is_short:
         words += (
             f" All sources together hold too few distinct samples for {max_epochs:g} epochs: add "

@@ -1,45 +1,51 @@
 """The join: for each event, what was consumed before it, against what this run consumed earlier.
 
-A source is compared with itself: its share of the batch, its near-duplicates and its repetition as
-shares of the batch, in the lookback before the event against windows of the same length before the
-episode began. The statistic of a window is its strongest 10-step stretch, so that a short burst is
-not diluted and the lookback and its controls are scanned alike.
-
-Shapes: **S** steps, **W** control windows.
-
-- ``z``: how many robust deviations (median/MAD over the control windows, at least the binomial
-  deviation of a stretch) the lookback lies from the run's own past. The verdict rests on it.
-- ``p``: the share of circular shifts of the run up to the event that look at least as bad. Shifts
-  keep the autocorrelation; with little history before the event p cannot be small, and the least it
-  could be is given beside it.
-- ``q``: Benjamini-Hochberg over everything tested for the event.
+A source is compared with itself (:mod:`auditor.explain.contrast`): its share of the batch; what of
+it was near-duplicate, similar to something recent, or repetitive, as shares of the batch; and the
+loss of its samples against that of the others, where the loop recorded it. All in the lookback
+before the event, against windows of the same length before the episode began that hold no other
+event.
 
 Association, not causation: a replay with and without the samples is the test of cause.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import polars as pl
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from auditor import schema
-from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
+from auditor.explain.contrast import (
+    EXCESS,
+    STRETCH_STEPS,
+    Counts,
+    Windows,
+    benjamini_hochberg,
+    contrast,
+    lift_of,
+    rose_alone,
+    share_lift,
+    smallest_p,
+)
+from auditor.schema import DUPLICATE_SIMILARITY, SIMILAR, UNKNOWN_SOURCE
 from auditor.tables import polars_schema
 
 LOOKBACK_STEPS: Final = 40
-STRETCH_STEPS: Final = 10
 MIN_CONTROL_WINDOWS: Final = 20
+
+LOSS_HISTORY_STEPS: Final = 200
+"""Losses are compared with this many steps before: they fall for as long as the run learns."""
 
 BLAME_DEVIATIONS: Final = 6.0
 """|z| from which a source is blamed. On small trainings 6 left no learning-rate spike and no clean
 event with a culprit; lower thresholds did."""
+
+DOMINANCE: Final = 2.0
+"""Nothing is blamed beside what stands out so many times as far."""
 
 INPUT_SIDE: Final = ("input_fall",)
 """Kinds of events that say the input is poor, before they say anything about the model."""
@@ -58,24 +64,6 @@ READ_AHEAD_STEPS: Final = 400
 N_NAMED: Final = 5
 """Clusters, shards and samples named per source."""
 
-
-@dataclass(frozen=True)
-class Windows:
-    """The windows of one event, in places of the step axis.
-
-    ``lookback`` is half-open; control windows start before ``n_control`` minus their length.
-    """
-
-    lookback: tuple[int, int]
-    n_control: int
-
-
-MARKS: Final[Mapping[str, pl.Expr]] = {
-    "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
-    "repetition": pl.col("repetition") > 0.0,
-}
-"""By feature that a source may be blamed for: which exposures of it are meant."""
-
 Exposures = Callable[[int, int], pl.LazyFrame]
 """Exposures (``schema.EXPOSURES_JOINED``) of the steps from one to another, both included."""
 
@@ -92,28 +80,28 @@ def suspects_of(
     smallest: dict[int, float] = {}
     if composition.is_empty():
         return pl.DataFrame(schema=polars_schema(schema.SUSPECTS)), smallest
-    steps, totals, shares = shares_of(composition)
+    steps, features = features_of(composition)
     trained = _Trained(exposures)
     for event in events.iter_rows(named=True):
-        episode = events.filter(pl.col("episode") == event["episode"])
-        windows = windows_of(event, int(episode["onset_low"].min()), steps)  # type: ignore[arg-type]
+        windows = windows_of(event, events, steps)
         if windows is None:
             continue
-        found, least = compare_sources(shares, totals, windows)
-        smallest[event["event"]] = least
-        is_input_first = input_came_first(episode)
-        begin = int(np.searchsorted(steps, steps[windows.n_control - 1] - CLUSTER_STEPS))
+        episode = events.filter(pl.col("episode") == event["episode"])
+        found = _compared(features, windows)
+        smallest[event["event"]] = smallest_p(windows)
+        begin = int(np.searchsorted(steps, steps[windows.last_control] - CLUSTER_STEPS))
         span = int(steps[begin]), int(steps[windows.lookback[1] - 1])
         for one in found:
-            place = one.pop("stretch_start")
-            start = int(steps[place])
-            one |= {"event": event["event"], "level": "source", "lag": event["onset_high"] - start}
-            one["verdict"] = _verdict(one, is_input_first, start <= event["onset_high"])
-            rows.append(one)
+            one |= {"event": event["event"], "level": "source"}
+            one["lag"] = event["onset_high"] - int(steps[one.pop("change")])
+        _judge(found, input_came_first(episode))
+        for one in found:
+            place = one.pop("place")
+            rows.append({name: one[name] for name in schema.SUSPECTS})
             if one["verdict"] == "blamed":
-                rows += _named(
-                    one, trained.of(*span), steps, totals, place, (begin, windows.n_control)
-                )
+                totals = features[one["name"], "share"].total
+                control = begin, windows.last_control + 1
+                rows += _named(one, trained.of(*span), steps, totals, place, control)
     frame = pl.DataFrame(rows, schema=polars_schema(schema.SUSPECTS), orient="row")
     order = {"blamed": 0, "coincident": 1, "ranked": 2}
     levels = {"source": 0, "cluster": 1, "shard": 2, "sample": 3}
@@ -122,7 +110,8 @@ def suspects_of(
             pl.col("event"),
             pl.col("level").replace_strict(levels, return_dtype=pl.Int32),
             pl.col("verdict").replace_strict(order, return_dtype=pl.Int32),
-            -pl.col("z").abs().fill_null(0.0),
+            # What grew, most first: where one source grows the others shrink.
+            -pl.col("z").fill_null(0.0),
             -pl.col("exposure"),
             pl.col("name"),
             maintain_order=True,
@@ -131,10 +120,10 @@ def suspects_of(
     )
 
 
-def shares_of(
+def features_of(
     composition: pl.DataFrame,
-) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[tuple[str, str], NDArray[np.float64]]]:
-    """Steps i64 [S], samples per step f64 [S], and samples per step by (source, feature), f64 [S].
+) -> tuple[NDArray[np.int64], dict[tuple[str, str], Counts]]:
+    """Steps i64 [S], and what is compared by (source, feature).
 
     Of a step that several attempts trained, the latest counts. Where no sample of a step was
     scored, its duplicates are unknown and taken as the source's mean.
@@ -143,33 +132,39 @@ def shares_of(
     steps, places = np.unique(latest["step"].to_numpy(), return_inverse=True)
 
     def per_step(values: NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-        sums = np.bincount(places[chosen], values[chosen], len(steps))
-        return sums.astype(np.float64)
+        return np.bincount(places[chosen], values[chosen], len(steps)).astype(np.float64)
 
-    n_samples = latest["n_samples"].to_numpy()
-    scored = latest["n_scored"].to_numpy()
+    n_samples, scored, n_losses = (
+        latest[name].to_numpy() for name in ("n_samples", "n_scored", "n_losses")
+    )
     contents = {
         "duplication": latest["n_duplicate"].to_numpy(),
+        "similarity": latest["n_similar"].to_numpy(),
         "repetition": latest["repetition"].fill_null(0.0).to_numpy() * scored,
     }
+    losses = latest["loss"].fill_null(0.0).to_numpy() * n_losses
+    totals = per_step(n_samples, np.ones(len(places), np.bool_))
     sources = latest["source"].to_numpy()
-    shares: dict[tuple[str, str], NDArray[np.float64]] = {}
+    features: dict[tuple[str, str], Counts] = {}
     for source in sorted(set(sources)):
         own = sources == source
         n, n_scored = per_step(n_samples, own), per_step(scored, own)
-        shares[source, "share"] = n
+        features[source, "share"] = Counts(n, totals)
         if n_scored.sum():
             for feature, counts in contents.items():
                 values = per_step(counts, own)
-                shares[source, feature] = values + values.sum() / n_scored.sum() * (n - n_scored)
-    totals = per_step(n_samples, np.ones(len(places), np.bool_))
-    return steps, totals, shares
+                filled = values + values.sum() / n_scored.sum() * (n - n_scored)
+                features[source, feature] = Counts(filled, totals)
+        if n_losses[own].sum():
+            loss = Counts(per_step(losses, own), per_step(n_losses, own), is_share=False)
+            features[source, "loss"] = loss
+    return steps, features
 
 
 def windows_of(
-    event: Mapping[str, Any], episode_low: int, steps: NDArray[np.int64]
+    event: Mapping[str, Any], events: pl.DataFrame, steps: NDArray[np.int64]
 ) -> Windows | None:
-    """The lookback of an event and the history before it and its episode; None without enough.
+    """The lookback of an event and the steps its controls lie in; None without enough of them.
 
     The lookback ends where the event shows itself: for a live signal the batch at the onset is
     measured on itself, and a second bad sample confirmed it, so it reaches one stretch further.
@@ -179,142 +174,42 @@ def windows_of(
         end = min(end + STRETCH_STEPS, len(steps))
     start = int(np.searchsorted(steps, event["onset_low"] - LOOKBACK_STEPS, side="right"))
     # Neither the lookback nor anything of the episode is among its own controls.
-    n_control = min(start, int(np.searchsorted(steps, episode_low, side="right")))
-    length = end - start
-    if length < STRETCH_STEPS or n_control - length < MIN_CONTROL_WINDOWS:
+    episode = events.filter(pl.col("episode") == event["episode"])
+    low = int(episode["onset_low"].min())  # type: ignore[arg-type]
+    n_before = min(start, int(np.searchsorted(steps, low, side="right")))
+    is_control = np.arange(start) < n_before
+    windows = Windows((start, end), is_control.copy())
+    if end - start < STRETCH_STEPS or len(windows.controls) < MIN_CONTROL_WINDOWS:
         return None
-    return Windows((start, end), n_control)
+    for other in events.filter(pl.col("episode") < event["episode"]).iter_rows(named=True):
+        over = other["recovery_step"] or other["trough_step"]
+        is_control[(steps[:start] > other["onset_low"]) & (steps[:start] <= over)] = False
+    apart = Windows((start, end), is_control)
+    # Of a run that had events all along, the past is all there is to compare with.
+    return apart if len(apart.controls) >= MIN_CONTROL_WINDOWS else windows
 
 
-def compare_sources(
-    shares: Mapping[tuple[str, str], NDArray[np.float64]],
-    totals: NDArray[np.float64],
-    windows: Windows,
-) -> tuple[list[dict[str, Any]], float]:
-    """One row per source and feature, and the smallest p that the windows allow."""
-    start, end = windows.lookback
-    length, stretch = end - start, STRETCH_STEPS
-    n_stretch = _sums(totals, stretch)
+def _compared(features: Mapping[tuple[str, str], Counts], windows: Windows) -> list[dict[str, Any]]:
+    """What :func:`contrast` finds for each source and feature, and whether the loss rose alone."""
     rows: list[dict[str, Any]] = []
-    # One extreme stretch is in this many of the shifted windows: p cannot be smaller.
-    least = min(1.0, (length - stretch + 1) / end)
-    for (source, feature), counts in shares.items():
-        rate = _sums(counts, stretch) / n_stretch
-        control = _extremes(rate[: windows.n_control - stretch + 1], length - stretch + 1)
-        base = float(counts[: windows.n_control].sum() / totals[: windows.n_control].sum())
-        best: tuple[float, float, int] | None = None
-        for sign in (1.0, -1.0):
-            scanned = sign * rate[start : end - stretch + 1]
-            place = int(np.argmax(scanned))
-            past = control[0] if sign > 0 else -control[1]
-            median = float(np.median(past))
-            deviation = 1.4826 * float(np.median(np.abs(past - median)))
-            n = float(n_stretch[start + place])
-            # At least one sample's worth of chance, so that a rate of zero has a deviation.
-            p0 = min(max(base, 1.0 / n), 1.0 - 1.0 / n) if n > 2 else 0.5
-            floor = math.sqrt(p0 * (1.0 - p0) / n)
-            z = (float(scanned[place]) - median) / max(deviation, floor)
-            if best is None or z > best[1]:
-                best = (sign, z, place)
-        assert best is not None
-        sign, z, place = best
-        first = start + place
-        in_stretch = slice(first, first + stretch)
-        rows.append(
-            {
-                "name": source,
-                "feature": feature,
-                "z": sign * z,
-                "p": _shift_p(counts[:end], totals[:end], length, stretch, sign),
-                "stretch_start": first,
-                **_lift(
-                    counts[in_stretch],
-                    totals[in_stretch],
-                    counts[: windows.n_control],
-                    totals[: windows.n_control],
-                ),
-            }
+    for (source, feature), counts in features.items():
+        row: dict[str, Any] = {"name": source, "feature": feature}
+        if feature != "loss":
+            rows.append(row | contrast(counts, windows))
+            continue
+        others = Counts.summed(
+            one for (other, what), one in features.items() if what == "loss" and other != source
         )
+        recent = windows.last(LOSS_HISTORY_STEPS)
+        if others is None or len(recent.controls) < MIN_CONTROL_WINDOWS:
+            continue
+        row |= contrast(counts.beside(others), recent, falls=False)
+        row |= lift_of(counts, slice(row["place"], row["place"] + STRETCH_STEPS), recent.usual)
+        row["is_alone"] = rose_alone(counts, others, recent, row["change"], row["control"])
+        rows.append(row)
     for row, q in zip(rows, benjamini_hochberg([row["p"] for row in rows]), strict=True):
         row["q"] = q
-    return rows, least
-
-
-def _sums(values: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Sums over every run of ``length`` neighbours: [S - length + 1]."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return total[length:] - total[:-length]
-
-
-def _extremes(rate: NDArray[np.float64], n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Highest and lowest of every n neighbouring stretches: [W] each."""
-    windows = sliding_window_view(rate, n)
-    return windows.max(axis=1), windows.min(axis=1)
-
-
-def _shift_p(
-    counts: NDArray[np.float64],
-    totals: NDArray[np.float64],
-    length: int,
-    stretch: int,
-    sign: float,
-) -> float:
-    """Share of the circular shifts whose last window is at least as extreme as the real one.
-
-    Valid when the event's place is arbitrary under the null; neighbours of an extreme stretch are
-    extreme themselves, which is what keeps p honest under autocorrelation.
-    """
-    wrapped = np.concatenate([counts, counts[: length - 1]])
-    n = np.concatenate([totals, totals[: length - 1]])
-    rate = sign * _sums(wrapped, stretch) / _sums(n, stretch)
-    extremes = sliding_window_view(rate, length - stretch + 1).max(axis=1)
-    observed = extremes[len(counts) - length]
-    return float(np.mean(extremes >= observed - 1e-12))
-
-
-def _lift(
-    x1: NDArray[np.float64],
-    n1: NDArray[np.float64],
-    x0: NDArray[np.float64],
-    n0: NDArray[np.float64],
-) -> dict[str, float]:
-    """Exposure in the stretch over exposure in the controls, half a sample added to each.
-
-    The 95% interval is that of a ratio of proportions on the log scale (Katz), widened by the
-    dispersion of the control's stretches where they vary more than chance.
-    """
-    a, n, b, m = float(x1.sum()), float(n1.sum()), float(x0.sum()), float(n0.sum())
-    lift = ((a + 0.5) / (n + 0.5)) / ((b + 0.5) / (m + 0.5))
-    variance = max(0.0, 1 / (a + 0.5) - 1 / (n + 0.5) + 1 / (b + 0.5) - 1 / (m + 0.5))
-    blocks = len(x0) // STRETCH_STEPS
-    if blocks >= 4 and 0.0 < b < m:
-        cut = blocks * STRETCH_STEPS
-        xs = x0[:cut].reshape(blocks, -1).sum(axis=1)
-        ns = n0[:cut].reshape(blocks, -1).sum(axis=1)
-        expected = ns * b / m
-        chi2 = float(((xs - expected) ** 2 / (expected * (1 - b / m))).sum())
-        variance *= max(1.0, chi2 / (blocks - 1))
-    width = 1.96 * math.sqrt(variance)
-    return {
-        "exposure": a / n,
-        "control": b / m,
-        "lift": lift,
-        "low": lift * math.exp(-width),
-        "high": lift * math.exp(width),
-    }
-
-
-def benjamini_hochberg(p: Sequence[float]) -> list[float]:
-    """Adjusted p values (Benjamini and Hochberg 1995)."""
-    values = np.asarray(p, dtype=np.float64)
-    n = len(values)
-    if n == 0:
-        return []
-    order = np.argsort(values)[::-1]
-    scaled = values[order] * n / np.arange(n, 0, -1)
-    q = np.empty(n)
-    q[order] = np.minimum.accumulate(np.minimum(scaled, 1.0))
-    return [float(value) for value in q]
+    return rows
 
 
 def blamed_sources(suspects: pl.DataFrame) -> pl.DataFrame:
@@ -337,11 +232,61 @@ def input_came_first(episode: pl.DataFrame) -> bool:
     return bool(first_model is None or first_input < first_model)  # type: ignore[operator]
 
 
-def _verdict(row: Mapping[str, Any], is_input_first: bool, is_before: bool) -> str:
-    if abs(row["z"]) < BLAME_DEVIATIONS:
+def _judge(found: Sequence[dict[str, Any]], is_input_first: bool) -> None:
+    """Put a verdict to each row of an event."""
+    for one in found:
+        one["verdict"] = _verdict(one, is_input_first)
+    most = max((one["z"] for one in found if one["verdict"] != "ranked"), default=0.0)
+    for one in found:
+        # Beside what stands out far more, the rest has no claim of its own.
+        if one["verdict"] == "blamed" and one["z"] < most / DOMINANCE:
+            one["verdict"] = "coincident"
+
+
+def _verdict(row: Mapping[str, Any], is_input_first: bool) -> str:
+    if abs(row["z"]) < BLAME_DEVIATIONS or row["excess"] < EXCESS:
         return "ranked"
-    is_content = row["feature"] != "share" and row["z"] > 0
-    return "blamed" if is_content and is_input_first and is_before else "coincident"
+    if row["z"] < 0 or row["lag"] < 0:
+        return "coincident"
+    if row["feature"] == "loss":
+        return "blamed" if row["is_alone"] else "coincident"
+    is_new = row["feature"] == "share" and row["control"] == 0.0
+    is_content = row["feature"] != "share"
+    return "blamed" if (is_content or is_new) and is_input_first else "coincident"
+
+
+def marked(row: Mapping[str, Any]) -> pl.Expr:
+    """Which exposures of a source are meant where a row of ``schema.SUSPECTS`` blames it."""
+    if row["feature"] == "share":
+        return pl.lit(True)
+    if row["feature"] == "loss":
+        return pl.col("loss") > 0.5 * (row["control"] + row["exposure"])
+    return {
+        "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
+        "similarity": pl.col("duplication") >= SIMILAR,
+        "repetition": pl.col("repetition") > 0.0,
+    }[row["feature"]]
+
+
+def what_rose(row: Mapping[str, Any]) -> str:
+    """What a row of ``schema.SUSPECTS`` that blames a source says, as a clause."""
+    name, feature = row["name"], row["feature"]
+    if feature == "loss":
+        return (
+            f"the loss of the samples from {name} rose from {row['control']:.2f} to "
+            f"{row['exposure']:.2f} nats at once, that of the others did not"
+        )
+    if feature == "share":
+        return f"{name}, which had not been in the mix, rose to {row['exposure']:.0%} of it"
+    what = {
+        "duplication": "near-duplicates",
+        "similarity": "samples that share much with recent ones",
+        "repetition": "repetition inside samples",
+    }[feature]
+    return (
+        f"{what} from {name} rose from {row['control']:.1%} to {row['exposure']:.0%} of what was "
+        "consumed"
+    )
 
 
 # -- inside a blamed source ------------------------------------------------------------------
@@ -368,7 +313,7 @@ def _named(
         (pl.col("source") == row["name"]) & pl.col("step").is_between(control[0], window[1])
     )
     own = own.with_columns(cluster=clusters_of(own))
-    implicated = MARKS[row["feature"]]
+    implicated = marked(row)
     levels = [("cluster", "cluster"), ("shard", "shard"), ("sample", "sample_id")]
     named = []
     for level, column in levels:
@@ -384,9 +329,9 @@ def _named(
             .head(N_NAMED)
         )
         for one in counted.iter_rows(named=True):
-            lift = _lift(
-                np.asarray([one["x1"]]), totals[in_stretch],
-                np.asarray([one["x0"]]), totals[in_control],
+            lift = share_lift(
+                one["x1"], float(totals[in_stretch].sum()),
+                one["x0"], float(totals[in_control].sum()),
             )  # fmt: skip
             named.append(
                 {
@@ -427,7 +372,7 @@ class _Trained:
                 trained_with_source(self._exposures(*self._span))
                 .select(
                     *("step", "key", "sample_id", "source", "shard"),
-                    *("dup_of", "duplication", "repetition"),
+                    *("dup_of", "duplication", "repetition", "loss"),
                 )
                 .collect()
             )

@@ -19,7 +19,7 @@ from auditor import schema
 from auditor.ledger import NULL, Frame
 from auditor.measure.agreement import similarity
 from auditor.run import Run, rolled_back
-from auditor.schema import DUPLICATE_SIMILARITY, STATES, UNKNOWN_SOURCE, UNSCORED
+from auditor.schema import DUPLICATE_SIMILARITY, SIMILAR, STATES, UNKNOWN_SOURCE, UNSCORED
 from auditor.tables import Closed, fitting_losses, joined, places
 
 REPETITIVE_SHARE: Final = 0.3
@@ -27,6 +27,7 @@ REPETITIVE_SHARE: Final = 0.3
 
 _TRAINED: Final = STATES.index("trained")
 _IS_DUPLICATE: Final = similarity(np.arange(256)) >= DUPLICATE_SIMILARITY
+_IS_SIMILAR: Final = (similarity(np.arange(256)) >= SIMILAR) & ~_IS_DUPLICATE
 """By number of equal sketch bytes; those of ``UNSCORED`` are looked at nowhere."""
 
 _BATCHES_AT_A_TIME: Final = 1 << 14
@@ -34,8 +35,8 @@ _MOST_GROUPS: Final = 1 << 24
 """Steps times sources up to which sums are kept for all of them, whether they occur or not."""
 
 _COUNTS: Final = (
-    *("n_samples", "n_scored", "n_duplicate", "n_repetitive", "n_distinct", "n_tokens"),
-    "n_losses",
+    *("n_samples", "n_scored", "n_duplicate", "n_similar", "n_repetitive"),
+    *("n_distinct", "n_tokens", "n_losses"),
 )
 _MEANS: Final = {"repetition": "n_scored", "loss": "n_losses"}
 """Summed here, and told as means over so many rows."""
@@ -262,6 +263,7 @@ def _sums(
         "n_samples": count(slice(None)),
         "n_scored": count(scored),
         "n_duplicate": count(near),
+        "n_similar": count(scored & _IS_SIMILAR[consumed.equal]),
         "n_repetitive": count(scored & (repetition >= np.float32(REPETITIVE_SHARE))),
         "n_distinct": count((consumed.is_first | ~scored) & ~near),
         "n_tokens": total(n_tokens).astype(np.int64),

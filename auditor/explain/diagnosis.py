@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import blamed_sources
+from auditor.explain.attribution import blamed_sources, what_rose
 from auditor.explain.explanation import Diagnosis
 
 LR_JUMP: Final = 2.0
@@ -80,22 +80,18 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
 
 
 def _data(row: dict[str, Any], jump: float | None) -> Diagnosis:
-    what = {
-        "duplication": "near-duplicates of recent samples",
-        "repetition": "text repeated inside samples",
-    }[row["feature"]]
-    reason = (
-        f"{row['exposure']:.0%} of the samples consumed were {what} from {row['name']}, against "
-        f"{row['control']:.1%} before, and the input went poor before the model did"
-    )
+    reason = what_rose(row)
+    if row["feature"] != "loss":
+        reason += ", and the input went poor before the model did"
     if jump is not None:
         reason += f"; the learning rate also rose {jump:.1f} times, which may share the blame"
-    return Diagnosis(
-        "data",
-        reason,
-        "Stop if it is still running; deduplicate, roll back to a checkpoint before the onset and "
-        "train on the cleaned shards.",
+    remedy = (
+        "deduplicate, roll back to a checkpoint before the onset and train on the cleaned shards."
+        if row["feature"] in ("duplication", "repetition")
+        else "look at its samples, roll back to a checkpoint before the onset and train without "
+        "them or with less of them."
     )
+    return Diagnosis("data", reason, f"Stop if it is still running; {remedy}")
 
 
 def _learning_rate_jump(signals: pl.DataFrame, low: int, high: int) -> float | None:

@@ -10,9 +10,9 @@ import polars as pl
 from auditor import schema
 from auditor.explain.attribution import (
     LOOKBACK_STEPS,
-    MARKS,
     Exposures,
     blamed_sources,
+    marked,
     trained_with_source,
 )
 from auditor.run import Run
@@ -36,7 +36,7 @@ SCHEMA: Final[Mapping[str, Any]] = {
 def implicated_exposures(
     events: pl.DataFrame, suspects: pl.DataFrame, exposures: Exposures
 ) -> pl.LazyFrame:
-    """Trained exposures of blamed sources that are near-duplicates, or repetitive, around an event.
+    """Trained exposures of blamed sources that are what these are blamed for, around an event.
 
     From ``LOOKBACK_STEPS`` before the last healthy sample to the trough. Columns of
     ``schema.EXPOSURES_JOINED``, and ``event`` (i32): an exposure between two events is there twice.
@@ -46,7 +46,7 @@ def implicated_exposures(
         event = events.filter(pl.col("event") == row["event"]).row(0, named=True)
         inside = exposures(event["onset_low"] - LOOKBACK_STEPS + 1, event["trough_step"])
         of_source = trained_with_source(inside).filter(
-            (pl.col("source") == row["name"]) & MARKS[row["feature"]]
+            (pl.col("source") == row["name"]) & marked(row)
         )
         parts.append(of_source.with_columns(event=pl.lit(row["event"], pl.Int32)))
     columns = pl.Schema({**polars_schema(schema.EXPOSURES_JOINED), "event": pl.Int32()})

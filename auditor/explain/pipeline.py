@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import blamed_sources, suspects_of
+from auditor.explain.attribution import blamed_sources, suspects_of, what_rose
 from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
@@ -87,12 +87,10 @@ def _verdict(
         return f"{counted}; no data cause found: no source stood out before the onset."
     row = blamed.row(0, named=True)
     event = events.row(row["event"], named=True)
-    what = {"duplication": "near-duplicates", "repetition": "repetition inside samples"}
     return (
-        f"{counted}; the first to blame is {row['name']}: {what[row['feature']]} from it rose from "
-        f"{row['control']:.1%} to {row['exposure']:.0%} of what was consumed "
-        f"({row['z']:.0f} robust deviations) at the onset by step {event['onset_high']}. "
-        "This is an association; a replay would show the cause."
+        f"{counted}; the first to blame is {row['name']}: {what_rose(row)} ({row['z']:.0f} robust "
+        f"deviations) at the onset by step {event['onset_high']}. This is an association; a replay "
+        "would show the cause."
     )
 
 

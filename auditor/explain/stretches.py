@@ -8,13 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import (
-    LOOKBACK_STEPS,
-    STRETCH_STEPS,
-    Exposures,
-    blamed_sources,
-    shares_of,
-)
+from auditor.explain.attribution import LOOKBACK_STEPS, Exposures, blamed_sources, features_of
+from auditor.explain.contrast import STRETCH_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +45,15 @@ def blamed_stretches(
     blamed = blamed_sources(suspects)
     if blamed.is_empty() or composition.is_empty():
         return []
-    steps, totals, shares = shares_of(composition)
+    steps, features = features_of(composition)
     is_in = np.zeros(len(steps), np.bool_)
     for row in blamed.iter_rows(named=True):
         event = events.row(by_predicate=pl.col("event") == row["event"], named=True)
-        start = event["onset_high"] - row["lag"]  # of the strongest stretch
+        start = event["onset_high"] - row["lag"]  # of the change
         last = max(event["trough_step"], start + STRETCH_STEPS - 1)
         low = int(np.searchsorted(steps, min(event["onset_low"] - LOOKBACK_STEPS + 1, start)))
         high = int(np.searchsorted(steps, last, side="right"))
-        rate = shares[row["name"], row["feature"]][low:high] / totals[low:high]
+        rate = features[row["name"], row["feature"]].rates[low:high]
         half = 0.5 * (row["control"] + row["exposure"])
         is_in[low:high] |= _stretched(rate, half)
     bounds = np.flatnonzero(np.diff(np.concatenate([[0], is_in.view(np.int8), [0]])))

@@ -123,12 +123,18 @@ def _text_rows(data, offsets, table, a, b, out):  # type: ignore[no-untyped-def]
         n, n_letters, n_unspaced, n_letter_bytes = kernels.lower(
             data, offsets[i], offsets[i + 1], table, low, word_bits, space_bits
         )
-        count = kernels.words(low, n, word_bits, edges, elements)
-        share = 0.0
-        if count > 0:
-            share = repetition.stretches(elements, count, covered)[0] / count
         size = kernels.collapse(low, n, space_bits, content, 0)
         kind = kernels.choose(n, word_bits, n_letters, n_unspaced, n_letter_bytes)
+        if kind == kernels.WORD:
+            count = kernels.words(low, n, word_bits, edges, elements)
+        else:
+            count = kernels.word_characters(low, n, word_bits, elements)
+        n_repeatable = count
+        if count == 0:  # a text of punctuation alone
+            n_repeatable = kernels.characters(content, 0, size, elements)
+        share = 0.0
+        if n_repeatable > 0:
+            share = repetition.stretches(elements, n_repeatable, covered)[0] / n_repeatable
         if kind == kernels.CHAR:
             count = kernels.characters(content, 0, size, elements)
             kernels.mix_all(elements, count)

@@ -50,7 +50,8 @@ def facts_of_texts(
     """Facts of texts; ``"auto"`` chooses word or character shingles text by text.
 
     ``exact`` is ``exact_hash_text``, and repetition is counted in the words of texts compared by
-    words (``word_ids``), else in the characters of words (``character_ids``).
+    words (``word_ids``), else in the characters of words (``character_ids``); of texts without
+    words in all their characters, runs of whitespace counted once.
     """
     data, offsets = kernels.pack_texts(texts)
     facts = _empty(len(texts), n_permutations)
@@ -145,9 +146,11 @@ def _of_texts(  # type: ignore[no-untyped-def]
         else:
             count = kernels.count_words(n, word_bits, n_letters, n_letter_bytes)[1]
         n_elements[i] = count
-        if repetition and count:
-            n_covered, repeats[i] = stretches(elements, count, covered)
-            share[i] = n_covered / count
+        if repetition and count == 0:  # a text of punctuation alone
+            n_elements[i] = kernels.characters(content, 0, size, elements)
+        if repetition and n_elements[i]:
+            n_covered, repeats[i] = stretches(elements, n_elements[i], covered)
+            share[i] = n_covered / n_elements[i]
         if chosen == kernels.CHAR:
             count = kernels.characters(content, 0, size, elements)
             kernels.mix_all(elements, count)

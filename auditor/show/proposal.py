@@ -9,8 +9,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from auditor.clean.proposal import Change, Proposal, Stage
-from auditor.explain.attribution import STRETCH_STEPS
+from auditor.clean.proposal import CLEANED, Change, Proposal, Stage
+from auditor.explain.attribution import what_rose
+from auditor.explain.contrast import STRETCH_STEPS
 from auditor.explain.stretches import SkipList
 from auditor.show import wording
 from auditor.show.printing import heading, line, new_table
@@ -108,10 +109,9 @@ def _why(change: Change, proposal: Proposal) -> str:
             f"Each distinct content was seen {epochs} times; the budget is "
             f"{proposal.max_epochs:g} epochs."
         )
+    rose = what_rose({**asdict(change), "name": change.source})
     return (
-        f"Blamed for {wording.feature(change.feature or '')}: "
-        f"{wording.percent(change.exposure)} of the batch in the strongest {STRETCH_STEPS} steps "
-        f"before event {change.event}, {wording.percent(change.control)} before that "
+        f"Blamed before event {change.event}: {rose}, in the strongest {STRETCH_STEPS} steps "
         f"(z {wording.deviations(change.z)})."
     )
 
@@ -124,7 +124,7 @@ def _expected(change: Change, proposal: Proposal) -> str:
             f"{wording.number(proposal.epochs_now[change.source])} epochs become "
             f"{wording.number(proposal.projected_epochs[change.source])}."
         )
-        if change.reason == "blamed":
+        if change.feature in CLEANED:
             words += " Without deduplication, its repeats fall in the same proportion."
         return words + " No interval of an effect on the model can be given."
     what = wording.feature(change.feature or "")

@@ -8,7 +8,8 @@ from typing import Any
 import polars as pl
 
 from auditor.clean.proposal import Proposal
-from auditor.explain.attribution import BLAME_DEVIATIONS, STRETCH_STEPS
+from auditor.explain.attribution import BLAME_DEVIATIONS
+from auditor.explain.contrast import STRETCH_STEPS
 from auditor.explain.explanation import Explanation
 from auditor.show import digest, wording
 from auditor.show.digest import Episode
@@ -216,7 +217,7 @@ def _events_table(episode: Episode) -> str:
 
 
 def suspects_table(rows: list[dict[str, Any]], caption: str) -> str:
-    caption += f"; exposure is the share in the strongest {STRETCH_STEPS} steps"
+    caption += f"; exposure is what was in the strongest {STRETCH_STEPS} steps"
     head = ["name", "what", "exposure", "control", "lift (95%)", "z", "p", "q", "lag", "verdict"]
     body = []
     for row in rows:
@@ -225,8 +226,8 @@ def suspects_table(rows: list[dict[str, Any]], caption: str) -> str:
             [
                 Cell(f"{row['level']} {row['name']}"),
                 Cell(wording.feature(row["feature"])),
-                Cell(wording.percent(row["exposure"]), is_number=True),
-                Cell(wording.percent(row["control"]), is_number=True),
+                Cell(wording.exposure(row, "exposure"), is_number=True),
+                Cell(wording.exposure(row, "control"), is_number=True),
                 Cell(wording.lift(row), is_number=True),
                 *(
                     # Clusters, shards and samples are named by size, not tested.

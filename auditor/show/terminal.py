@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from auditor.clean.proposal import Proposal
-from auditor.explain.attribution import BLAME_DEVIATIONS, STRETCH_STEPS
+from auditor.explain.attribution import BLAME_DEVIATIONS
+from auditor.explain.contrast import STRETCH_STEPS
 from auditor.explain.explanation import Explanation
 from auditor.show import digest, wording
 from auditor.show.digest import Episode, GradePoint
@@ -170,9 +171,10 @@ def _inside(console: Console, row: Mapping[str, Any]) -> None:
 
 
 def _exposure(row: Mapping[str, Any]) -> str:
+    of_batch = "" if row["feature"] == "loss" else " of the batch"
     return (
-        f"{wording.percent(row['exposure'])} of the batch in the strongest {STRETCH_STEPS} steps, "
-        f"control {wording.percent(row['control'])}; lift {wording.lift(row)}"
+        f"{wording.exposure(row, 'exposure')}{of_batch} in the strongest {STRETCH_STEPS} steps, "
+        f"control {wording.exposure(row, 'control')}; lift {wording.lift(row)}"
     )
 
 

@@ -20,12 +20,14 @@ KINDS: Final[Mapping[str, str]] = {
 FEATURES: Final[Mapping[str, str]] = {
     "share": "share of the batch",
     "duplication": "near-duplicates",
+    "similarity": "samples that share much",
     "repetition": "repeats inside samples",
+    "loss": "loss of its samples",
 }
 
 VERDICTS: Final[Mapping[str, str]] = {
-    "blamed": "stands out, and the input went poor before the model did: the likeliest cause in "
-    "the data, by association",
+    "blamed": "stands out, and the input went poor before the model did, or the loss of its "
+    "samples rose at once and that of no others: the likeliest cause in the data, by association",
     "coincident": "stands out, but without the order of events that a data cause leaves",
     "ranked": "listed by size; does not stand out, or was not tested",
 }
@@ -52,6 +54,12 @@ def percent(value: float | None) -> str:
     if value == 0:
         return "0%"
     return f"{value:.2%}" if abs(value) < 0.01 else f"{value:.1%}"
+
+
+def exposure(row: Mapping[str, Any], name: str) -> str:
+    """``exposure`` or ``control`` of a row of ``schema.SUSPECTS``: a share, or a loss in nats."""
+    value = row[name]
+    return f"{number(value)} nats" if row["feature"] == "loss" else percent(value)
 
 
 def chance(value: float | None) -> str:

@@ -6,7 +6,7 @@ import polars as pl
 
 from auditor import schema
 from auditor.explain.composition import REPETITIVE_SHARE
-from auditor.schema import DUPLICATE_SIMILARITY, UNKNOWN_SOURCE
+from auditor.schema import DUPLICATE_SIMILARITY, SIMILAR, UNKNOWN_SOURCE
 
 
 def composition_of_rows(exposures: pl.LazyFrame) -> pl.DataFrame:
@@ -20,6 +20,7 @@ def composition_of_rows(exposures: pl.LazyFrame) -> pl.DataFrame:
             n_samples=pl.len().cast(pl.Int64),
             n_scored=pl.col("duplication").is_not_null().sum().cast(pl.Int64),
             n_duplicate=near.sum().cast(pl.Int64),
+            n_similar=((pl.col("duplication") >= SIMILAR) & ~near).sum().cast(pl.Int64),
             n_repetitive=(pl.col("repetition") >= REPETITIVE_SHARE).sum().cast(pl.Int64),
             n_distinct=((pl.col("dup_run").fill_null(0) == 0) & ~near.fill_null(False))
             .sum()

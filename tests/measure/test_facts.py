@@ -25,6 +25,8 @@ TEXTS = [
     "nul \x00 bytes \u2028 separators \u0085 and more",
     "so so " * 20,
     "AB" * 500,
+    "~" * 64,
+    "-- -- \t --  ",
 ]
 texts = st.one_of(
     st.sampled_from(TEXTS), st.text(max_size=80), st.text("ab c_é\u3042\n", max_size=80)
@@ -33,7 +35,11 @@ texts = st.one_of(
 
 def elements(text: str, shingle: str) -> Any:
     chosen = sketch.choose_shingle(text) if shingle == "auto" else shingle
-    return word_ids(text) if chosen == "word5" else character_ids(text)
+    ids = word_ids(text) if chosen == "word5" else character_ids(text)
+    if len(ids):
+        return ids
+    characters = " ".join(text.lower().split()).encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(characters, "<u4").astype(np.int64)
 
 
 @settings(deadline=None)

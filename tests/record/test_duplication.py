@@ -15,7 +15,7 @@ from auditor import AuditedSampler, Run
 from auditor.measure import sketch
 from auditor.measure.agreement import N_PERMUTATIONS, least_equal, similarity
 from auditor.measure.compact import CONTENT, WORDS, compact, repetition_of
-from auditor.measure.repetition import repetition
+from auditor.measure.facts import facts_of_texts
 from auditor.record.duplication import RUN_SLOTS, WINDOW_BATCHES, DuplicationScorer
 
 
@@ -121,13 +121,18 @@ def test_sketches_hold_what_the_parts_they_are_made_of_say() -> None:
         "the cat sat on the mat and the dog sat on the log " * 3,
         "no no no no no no no",
         "日本語の文章です",
+        "春眠不觉晓" * 4 + "处处闻啼",
+        "x" * 64,
+        "~" * 64,
     ]
     rows = compact(texts)
     signatures = sketch.signatures_text(texts, "auto", N_PERMUTATIONS)
     lowest = rows.view(np.uint8).reshape(len(texts), -1)[:, -N_PERMUTATIONS:]
-    assert (lowest == (signatures & 0xFF)).all()
-    words = [sketch.element_hashes_text(text, "word5").view(np.int64) for text in texts]
-    assert repetition_of(rows).tolist() == pytest.approx([repetition(one)[0] for one in words])
+    assert (lowest == (signatures & 0xFF))[:-1].all()
+    assert not lowest[-1].any()  # without shingles
+    facts = facts_of_texts(texts, "auto", N_PERMUTATIONS, repetition=True)  # as cleaning has them
+    assert repetition_of(rows).tolist() == pytest.approx(facts.share.tolist())
+    assert facts.share.tolist() == pytest.approx([1.0, 1.0, 0.0, 20 / 24, 1.0, 1.0])
 
 
 def test_memory_stays_as_it_is_however_long_the_run() -> None:

@@ -1,0 +1,296 @@
+"""What a source was in the lookback of an event, against what it was before: the statistics.
+
+A window's statistic is its strongest stretch of ``STRETCH_STEPS``, so that a short burst is not
+diluted; the lookback and its controls are scanned alike.
+
+Shapes: **S** steps, **W** control windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+STRETCH_STEPS: Final = 10
+
+EXCESS: Final = 1.5
+"""What stands out lies this many times as far above the usual as any control window did."""
+
+AT_ONCE_STEPS: Final = 3
+ALONE_DEVIATIONS: Final = 4.0
+"""A loss rose in one source alone when that of the others, over so many steps from then on, lies
+within so many robust deviations of its past."""
+
+LEAST_LOSS_DEVIATION: Final = 0.01
+"""Nats: below, differences of mean losses are not told from none."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is compared: ``amount`` of something over ``total``, f64 [S] each.
+
+    A rate is a share of the samples (``is_share``), or a mean.
+    """
+
+    amount: NDArray[np.float64]
+    total: NDArray[np.float64]
+    is_share: bool = True
+
+    def mean(self, chosen: slice | NDArray[np.int64]) -> float:
+        return float(self.amount[chosen].sum()) / max(float(self.total[chosen].sum()), 1e-12)
+
+    @property
+    def rates(self) -> NDArray[np.float64]:
+        """The rate of each step, f64 [S]; 0 where there is nothing."""
+        return self.amount / np.maximum(self.total, 1e-12)
+
+    @classmethod
+    def summed(cls, parts: Iterable[Counts]) -> Counts | None:
+        """Of all of them together; None where there are none."""
+        some = list(parts)
+        if not some:
+            return None
+        amount, total = (
+            np.sum([getattr(one, name) for one in some], axis=0) for name in ("amount", "total")
+        )
+        return cls(amount, total, some[0].is_share)
+
+    def beside(self, others: Counts) -> Counts:
+        """The difference of a mean to that of others, step by step, where both are known."""
+        known = (others.total > 0) & (self.total > 0)
+        return Counts(
+            np.where(known, self.amount - self.total * others.rates, 0.0),
+            np.where(known, self.total, 0.0),
+            is_share=False,
+        )
+
+    def stretches(self) -> NDArray[np.float64]:
+        """The rate in every stretch, f64 [S - STRETCH_STEPS + 1]; NaN where there is nothing."""
+        amount, total = (sums(values, STRETCH_STEPS) for values in (self.amount, self.total))
+        return np.where(total > 0, amount / np.maximum(total, 1e-12), np.nan)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of one event, in places of the step axis.
+
+    ``lookback`` is half-open; ``is_control`` tells which steps before it belong to no event, bool
+    [lookback start]. Control windows are as long as the lookback and lie in such steps alone.
+    """
+
+    lookback: tuple[int, int]
+    is_control: NDArray[np.bool_]
+
+    @property
+    def usual(self) -> NDArray[np.int64]:
+        """Places of the control steps."""
+        return np.flatnonzero(self.is_control)
+
+    @property
+    def last_control(self) -> int:
+        return int(self.usual[-1])
+
+    def last(self, n: int) -> Windows:
+        """The same lookback with the last ``n`` control steps alone."""
+        is_control = self.is_control.copy()
+        is_control[self.usual[:-n]] = False
+        return Windows(self.lookback, is_control)
+
+    @property
+    def controls(self) -> NDArray[np.int64]:
+        """Places where a control window begins, [W]."""
+        length = self.lookback[1] - self.lookback[0]
+        if len(self.is_control) < length:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(sums(self.is_control.astype(np.float64), length) > length - 0.5)
+
+
+def contrast(counts: Counts, windows: Windows, *, falls: bool = True) -> dict[str, Any]:
+    """One source and feature in the lookback against the controls.
+
+    ``falls``: whether a fall is looked for as well. Returns, by name:
+
+    - ``z``: robust deviations (median and MAD of the control windows, at least the binomial
+      deviation of a stretch) of the strongest stretch, negative for a fall;
+    - ``excess``: how many times as far from the usual it lies as the farthest control window;
+    - ``p``: share of the circular shifts that look at least as bad (:func:`shift_p`);
+    - ``place``, ``change``: where the strongest stretch begins, and the step from which the rate
+      was on its side of the middle between before and then (the minimum of a cumulative sum,
+      Page 1954);
+    - ``exposure``, ``control``, ``lift``, ``low``, ``high``: see :func:`lift_of`.
+    """
+    start, end = windows.lookback
+    n_stretches = end - start - STRETCH_STEPS + 1
+    rate = counts.stretches()
+    usual = windows.usual
+    base = counts.mean(usual)
+    rate = np.where(np.isnan(rate), base, rate)
+    begins = windows.controls
+    scanned = sliding_window_view(rate, n_stretches)[begins]
+    best: dict[str, Any] | None = None
+    for sign in (1.0, -1.0) if falls else (1.0,):
+        here = sign * rate[start : end - STRETCH_STEPS + 1]
+        past = (sign * scanned).max(axis=1)
+        place = int(np.argmax(here))
+        median = float(np.median(past))
+        deviation = 1.4826 * float(np.median(np.abs(past - median)))
+        distance = float(here[place]) - median
+        floor = _least_deviation(counts, base, start + place)
+        z = distance / max(deviation, floor)
+        if best is None or z > best["z"] * best["sign"]:
+            # From the usual rate, not from the usual extreme: what a window comes to by chance
+            # alone is no distance.
+            farthest = max(float(past.max()) - sign * base, 1e-12)
+            excess = (float(here[place]) - sign * base) / farthest
+            best = {"sign": sign, "z": sign * z, "excess": excess, "place": start + place}
+    assert best is not None
+    sign = best.pop("sign")
+    first = best["place"]
+    in_stretch = slice(first, first + STRETCH_STEPS)
+    best |= lift_of(counts, in_stretch, usual)
+    best["p"] = shift_p(counts, windows.lookback, sign)
+    best["change"] = _change(counts, start, first, sign, 0.5 * (best["exposure"] + best["control"]))
+    return best
+
+
+def _least_deviation(counts: Counts, base: float, place: int) -> float:
+    if not counts.is_share:
+        return LEAST_LOSS_DEVIATION
+    n = float(counts.total[place : place + STRETCH_STEPS].sum())
+    # At least one sample's worth of chance, so that a rate of zero has a deviation.
+    p = min(max(base, 1.0 / n), 1.0 - 1.0 / n) if n > 2 else 0.5
+    return math.sqrt(p * (1.0 - p) / n)
+
+
+def _change(counts: Counts, start: int, place: int, sign: float, middle: float) -> int:
+    """The place from which the rate is beyond ``middle``, up to the end of the stretch."""
+    end = place + STRETCH_STEPS
+    steps = slice(start, end)
+    beyond = sign * (counts.amount[steps] - middle * counts.total[steps])
+    summed = np.concatenate([[0.0], np.cumsum(beyond)])
+    return start + int(np.argmin(summed[:-1]))
+
+
+def rose_alone(own: Counts, others: Counts, windows: Windows, change: int, usual: float) -> bool:
+    """Whether a loss, ``usual`` before, rose at once in one source and in the others not yet.
+
+    What harms the model raises the loss of all it reads; a source that turned bad raises its own,
+    in the very batch that brought it. Of the way to its highest, half is passed at once.
+    """
+    now = slice(change, change + AT_ONCE_STEPS)
+    stretch = slice(change, change + STRETCH_STEPS)
+    if not others.total[now].sum() or own.mean(now) - usual < 0.5 * (own.mean(stretch) - usual):
+        return False
+    n = len(windows.is_control)
+    total = sums(others.total[:n], AT_ONCE_STEPS)
+    past = sums(others.amount[:n], AT_ONCE_STEPS) / np.maximum(total, 1e-12)
+    # The loss of a healthy run falls: its last steps are what is usual.
+    recent = past[total > 0][-4 * STRETCH_STEPS :]
+    median = float(np.median(recent))
+    deviation = 1.4826 * float(np.median(np.abs(recent - median)))
+    return others.mean(now) - median < ALONE_DEVIATIONS * max(deviation, LEAST_LOSS_DEVIATION)
+
+
+def smallest_p(windows: Windows) -> float:
+    """The least that :func:`shift_p` can be: as many shifted windows hold one extreme stretch."""
+    start, end = windows.lookback
+    return min(1.0, (end - start - STRETCH_STEPS + 1) / end)
+
+
+def shift_p(counts: Counts, lookback: tuple[int, int], sign: float) -> float:
+    """Share of the circular shifts whose last window is at least as extreme as the real one.
+
+    Valid when the event's place is arbitrary under the null; neighbours of an extreme stretch are
+    extreme themselves, which is what keeps p honest under autocorrelation.
+    """
+    start, end = lookback
+    length = end - start
+    amount, total = (
+        np.concatenate([values[:end], values[: length - 1]])
+        for values in (counts.amount, counts.total)
+    )
+    n = sums(total, STRETCH_STEPS)
+    usual = float(counts.amount[:end].sum()) / max(float(counts.total[:end].sum()), 1e-12)
+    rate = np.where(n > 0, sums(amount, STRETCH_STEPS) / np.maximum(n, 1e-12), usual)
+    extremes = sliding_window_view(sign * rate, length - STRETCH_STEPS + 1).max(axis=1)
+    return float(np.mean(extremes >= extremes[start] - 1e-12))
+
+
+def lift_of(counts: Counts, stretch: slice, usual: NDArray[np.int64]) -> dict[str, float]:
+    """Exposure in the stretch over exposure in the controls, with a 95% interval.
+
+    ``usual`` are the places of the controls. Of a share it is :func:`share_lift`, widened by the
+    dispersion of the control's stretches where they vary more than chance; of a mean, the interval
+    is the spread of the control's stretches.
+    """
+    x0, n0 = counts.amount[usual], counts.total[usual]
+    blocks = len(x0) // STRETCH_STEPS
+    xs, ns = (
+        values[: blocks * STRETCH_STEPS].reshape(blocks, STRETCH_STEPS).sum(axis=1)
+        for values in (x0, n0)
+    )
+    exposure, control = counts.mean(stretch), counts.mean(usual)
+    if not counts.is_share:
+        rates = xs[ns > 0] / ns[ns > 0]
+        spread = float(np.std(rates)) if len(rates) > 1 else 0.0
+        lift = exposure / max(control, 1e-12)
+        width = 1.96 * spread / max(control, 1e-12)
+        return {
+            "exposure": exposure,
+            "control": control,
+            "lift": lift,
+            "low": max(0.0, lift - width),
+            "high": lift + width,
+        }
+    dispersion = 1.0
+    if blocks >= 4 and 0.0 < control < 1.0:
+        expected = ns * control
+        chi2 = float(((xs - expected) ** 2 / np.maximum(expected * (1 - control), 1e-12)).sum())
+        dispersion = chi2 / (blocks - 1)
+    return share_lift(
+        float(counts.amount[stretch].sum()), float(counts.total[stretch].sum()),
+        float(x0.sum()), float(n0.sum()), dispersion,
+    )  # fmt: skip
+
+
+def share_lift(a: float, n: float, b: float, m: float, dispersion: float = 1.0) -> dict[str, float]:
+    """``a`` of ``n`` over ``b`` of ``m``, half a sample added to each.
+
+    The 95% interval is that of a ratio of proportions on the log scale (Katz 1978), its variance
+    times ``dispersion`` where that is above 1.
+    """
+    lift = ((a + 0.5) / (n + 0.5)) / ((b + 0.5) / (m + 0.5))
+    variance = max(0.0, 1 / (a + 0.5) - 1 / (n + 0.5) + 1 / (b + 0.5) - 1 / (m + 0.5))
+    width = 1.96 * math.sqrt(variance * max(1.0, dispersion))
+    return {
+        "exposure": a / n,
+        "control": b / m,
+        "lift": lift,
+        "low": lift * math.exp(-width),
+        "high": lift * math.exp(width),
+    }
+
+
+def benjamini_hochberg(p: Sequence[float]) -> list[float]:
+    """Adjusted p values (Benjamini and Hochberg 1995)."""
+    values = np.asarray(p, dtype=np.float64)
+    n = len(values)
+    if n == 0:
+        return []
+    order = np.argsort(values)[::-1]
+    scaled = values[order] * n / np.arange(n, 0, -1)
+    q = np.empty(n)
+    q[order] = np.minimum.accumulate(np.minimum(scaled, 1.0))
+    return [float(value) for value in q]
+
+
+def sums(values: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+    """Sums over every run of ``length`` neighbours: [S - length + 1]."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return total[length:] - total[:-length]
