@@ -166,8 +166,10 @@ class ExposureIndex:
         step = self.closed.step
         while first < end:
             stop = first + n
-            while 0 < stop < len(step) and step[stop] == step[stop - 1] >= 0:
-                stop += 1
+            closed = step[first:stop]
+            if (closed >= 0).any():
+                together = np.flatnonzero(step == closed[closed >= 0][-1])
+                stop = max(stop, int(together[-1]) + 1)
             inside = (self._last >= first) & (self._first < stop)
             yield range(first, stop), self._frames(self._starts[inside])
             first = stop

@@ -27,7 +27,7 @@ from auditor.explain.contrast import (
     benjamini_hochberg,
     contrast,
     lift_of,
-    rose_alone,
+    moved_alone,
     share_lift,
     smallest_p,
 )
@@ -37,7 +37,7 @@ from auditor.tables import polars_schema
 LOOKBACK_STEPS: Final = 40
 MIN_CONTROL_WINDOWS: Final = 20
 
-LOSS_HISTORY_STEPS: Final = 200
+LOSS_HISTORY_STEPS: Final = 100
 """Losses are compared with this many steps before: they fall for as long as the run learns."""
 
 BLAME_DEVIATIONS: Final = 6.0
@@ -110,8 +110,8 @@ def suspects_of(
             pl.col("event"),
             pl.col("level").replace_strict(levels, return_dtype=pl.Int32),
             pl.col("verdict").replace_strict(order, return_dtype=pl.Int32),
-            # What grew, most first: where one source grows the others shrink.
-            -pl.col("z").fill_null(0.0),
+            # Of the rest what grew, most first: where one source grows the others shrink.
+            -pl.when(pl.col("verdict") == "blamed").then(pl.col("z").abs()).otherwise("z"),
             -pl.col("exposure"),
             pl.col("name"),
             maintain_order=True,
@@ -166,11 +166,11 @@ def windows_of(
 ) -> Windows | None:
     """The lookback of an event and the steps its controls lie in; None without enough of them.
 
-    The lookback ends where the event shows itself: for a live signal the batch at the onset is
-    measured on itself, and a second bad sample confirmed it, so it reaches one stretch further.
+    The lookback ends where the event shows itself. For a signal of the training batch the one at
+    the onset is measured on itself, and more may have confirmed it: it reaches one stretch further.
     """
     end = int(np.searchsorted(steps, event["onset_high"], side="right"))
-    if event["measured"] == "live":
+    if event["measured"] != "probe":
         end = min(end + STRETCH_STEPS, len(steps))
     start = int(np.searchsorted(steps, event["onset_low"] - LOOKBACK_STEPS, side="right"))
     # Neither the lookback nor anything of the episode is among its own controls.
@@ -190,7 +190,7 @@ def windows_of(
 
 
 def _compared(features: Mapping[tuple[str, str], Counts], windows: Windows) -> list[dict[str, Any]]:
-    """What :func:`contrast` finds for each source and feature, and whether the loss rose alone."""
+    """What :func:`contrast` finds for each source and feature, and whether the loss moved alone."""
     rows: list[dict[str, Any]] = []
     for (source, feature), counts in features.items():
         row: dict[str, Any] = {"name": source, "feature": feature}
@@ -203,9 +203,14 @@ def _compared(features: Mapping[tuple[str, str], Counts], windows: Windows) -> l
         recent = windows.last(LOSS_HISTORY_STEPS)
         if others is None or len(recent.controls) < MIN_CONTROL_WINDOWS:
             continue
-        row |= contrast(counts.beside(others), recent, falls=False)
-        row |= lift_of(counts, slice(row["place"], row["place"] + STRETCH_STEPS), recent.usual)
-        row["is_alone"] = rose_alone(counts, others, recent, row["change"], row["control"])
+        difference = counts.beside(others)
+        row |= contrast(difference, recent)
+        stretch = slice(row["place"], row["place"] + STRETCH_STEPS)
+        moved = difference.mean(stretch) - difference.mean(recent.usual)
+        row |= lift_of(counts, stretch, recent.last(LOOKBACK_STEPS).usual)
+        # Where the others moved and this one stayed, nothing happened to this one.
+        row["z"] *= float(np.clip((row["exposure"] - row["control"]) / (moved or 1.0), 0.0, 1.0))
+        row["is_alone"] = moved_alone(counts, others, recent, row["change"], row["control"])
         rows.append(row)
     for row, q in zip(rows, benjamini_hochberg([row["p"] for row in rows]), strict=True):
         row["q"] = q
@@ -215,7 +220,7 @@ def _compared(features: Mapping[tuple[str, str], Counts], windows: Windows) -> l
 def blamed_sources(suspects: pl.DataFrame) -> pl.DataFrame:
     """The sources that are blamed: earliest event first, and there the most evidence first."""
     return suspects.filter((pl.col("level") == "source") & (pl.col("verdict") == "blamed")).sort(
-        "event", "z", descending=[False, True], maintain_order=True
+        "event", pl.col("z").abs(), descending=[False, True], maintain_order=True
     )
 
 
@@ -239,20 +244,24 @@ def _judge(found: Sequence[dict[str, Any]], is_input_first: bool) -> None:
     most = max((one["z"] for one in found if one["verdict"] != "ranked"), default=0.0)
     for one in found:
         # Beside what stands out far more, the rest has no claim of its own.
-        if one["verdict"] == "blamed" and one["z"] < most / DOMINANCE:
+        if one["verdict"] == "blamed" and abs(one["z"]) < most / DOMINANCE:
             one["verdict"] = "coincident"
 
 
 def _verdict(row: Mapping[str, Any], is_input_first: bool) -> str:
     if abs(row["z"]) < BLAME_DEVIATIONS or row["excess"] < EXCESS:
         return "ranked"
-    if row["z"] < 0 or row["lag"] < 0:
+    if row["lag"] < 0:
         return "coincident"
     if row["feature"] == "loss":
-        return "blamed" if row["is_alone"] else "coincident"
-    is_new = row["feature"] == "share" and row["control"] == 0.0
-    is_content = row["feature"] != "share"
-    return "blamed" if (is_content or is_new) and is_input_first else "coincident"
+        # A loss that rises tells by itself that the input went bad; one that falls, that it is
+        # easy to predict, which may be all well.
+        is_cause = row["is_alone"] and (row["z"] > 0 or is_input_first)
+    elif row["feature"] == "share":
+        is_cause = row["z"] > 0 and row["control"] == 0.0 and is_input_first
+    else:
+        is_cause = row["z"] > 0 and is_input_first
+    return "blamed" if is_cause else "coincident"
 
 
 def marked(row: Mapping[str, Any]) -> pl.Expr:
@@ -260,7 +269,8 @@ def marked(row: Mapping[str, Any]) -> pl.Expr:
     if row["feature"] == "share":
         return pl.lit(True)
     if row["feature"] == "loss":
-        return pl.col("loss") > 0.5 * (row["control"] + row["exposure"])
+        middle = 0.5 * (row["control"] + row["exposure"])
+        return pl.col("loss") > middle if row["z"] > 0 else pl.col("loss") < middle
     return {
         "duplication": pl.col("duplication") >= DUPLICATE_SIMILARITY,
         "similarity": pl.col("duplication") >= SIMILAR,
@@ -272,8 +282,9 @@ def what_rose(row: Mapping[str, Any]) -> str:
     """What a row of ``schema.SUSPECTS`` that blames a source says, as a clause."""
     name, feature = row["name"], row["feature"]
     if feature == "loss":
+        verb = "rose" if row["z"] > 0 else "fell"
         return (
-            f"the loss of the samples from {name} rose from {row['control']:.2f} to "
+            f"the loss of the samples from {name} {verb} from {row['control']:.2f} to "
             f"{row['exposure']:.2f} nats at once, that of the others did not"
         )
     if feature == "share":

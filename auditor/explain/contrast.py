@@ -24,7 +24,7 @@ EXCESS: Final = 1.5
 
 AT_ONCE_STEPS: Final = 3
 ALONE_DEVIATIONS: Final = 4.0
-"""A loss rose in one source alone when that of the others, over so many steps from then on, lies
+"""A loss moved in one source alone when that of the others, over so many steps from then on, lies
 within so many robust deviations of its past."""
 
 LEAST_LOSS_DEVIATION: Final = 0.01
@@ -111,10 +111,8 @@ class Windows:
         return np.flatnonzero(sums(self.is_control.astype(np.float64), length) > length - 0.5)
 
 
-def contrast(counts: Counts, windows: Windows, *, falls: bool = True) -> dict[str, Any]:
-    """One source and feature in the lookback against the controls.
-
-    ``falls``: whether a fall is looked for as well. Returns, by name:
+def contrast(counts: Counts, windows: Windows) -> dict[str, Any]:
+    """One source and feature in the lookback against the controls; by name:
 
     - ``z``: robust deviations (median and MAD of the control windows, at least the binomial
       deviation of a stretch) of the strongest stretch, negative for a fall;
@@ -134,14 +132,14 @@ def contrast(counts: Counts, windows: Windows, *, falls: bool = True) -> dict[st
     begins = windows.controls
     scanned = sliding_window_view(rate, n_stretches)[begins]
     best: dict[str, Any] | None = None
-    for sign in (1.0, -1.0) if falls else (1.0,):
+    for sign in (1.0, -1.0):
         here = sign * rate[start : end - STRETCH_STEPS + 1]
         past = (sign * scanned).max(axis=1)
         place = int(np.argmax(here))
         median = float(np.median(past))
         deviation = 1.4826 * float(np.median(np.abs(past - median)))
         distance = float(here[place]) - median
-        floor = _least_deviation(counts, base, start + place)
+        floor = _least_deviation(counts, windows, base, start + place)
         z = distance / max(deviation, floor)
         if best is None or z > best["z"] * best["sign"]:
             # From the usual rate, not from the usual extreme: what a window comes to by chance
@@ -159,13 +157,17 @@ def contrast(counts: Counts, windows: Windows, *, falls: bool = True) -> dict[st
     return best
 
 
-def _least_deviation(counts: Counts, base: float, place: int) -> float:
-    if not counts.is_share:
-        return LEAST_LOSS_DEVIATION
+def _least_deviation(counts: Counts, windows: Windows, base: float, place: int) -> float:
+    """What the rate of a stretch deviates by chance, by the number of its samples."""
     n = float(counts.total[place : place + STRETCH_STEPS].sum())
-    # At least one sample's worth of chance, so that a rate of zero has a deviation.
-    p = min(max(base, 1.0 / n), 1.0 - 1.0 / n) if n > 2 else 0.5
-    return math.sqrt(p * (1.0 - p) / n)
+    if counts.is_share:
+        # At least one sample's worth of chance, so that a rate of zero has a deviation.
+        p = min(max(base, 1.0 / n), 1.0 - 1.0 / n) if n > 2 else 0.5
+        return math.sqrt(p * (1.0 - p) / n)
+    usual = windows.usual[counts.total[windows.usual] > 0]
+    squares = counts.total[usual] * (counts.rates[usual] - base) ** 2
+    variance = float(squares.sum()) / max(1, len(usual) - 1)  # of a sample, from that of means
+    return max(LEAST_LOSS_DEVIATION, math.sqrt(variance / max(n, 1.0)))
 
 
 def _change(counts: Counts, start: int, place: int, sign: float, middle: float) -> int:
@@ -177,15 +179,15 @@ def _change(counts: Counts, start: int, place: int, sign: float, middle: float) 
     return start + int(np.argmin(summed[:-1]))
 
 
-def rose_alone(own: Counts, others: Counts, windows: Windows, change: int, usual: float) -> bool:
-    """Whether a loss, ``usual`` before, rose at once in one source and in the others not yet.
+def moved_alone(own: Counts, others: Counts, windows: Windows, change: int, usual: float) -> bool:
+    """Whether a loss, ``usual`` before, moved at once in one source and in the others not yet.
 
-    What harms the model raises the loss of all it reads; a source that turned bad raises its own,
-    in the very batch that brought it. Of the way to its highest, half is passed at once.
+    What harms the model raises the loss of all it reads; a source that turned bad changes its own,
+    in the very batch that brought it. Half of the way is passed at once.
     """
     now = slice(change, change + AT_ONCE_STEPS)
-    stretch = slice(change, change + STRETCH_STEPS)
-    if not others.total[now].sum() or own.mean(now) - usual < 0.5 * (own.mean(stretch) - usual):
+    way = own.mean(slice(change, change + STRETCH_STEPS)) - usual
+    if not others.total[now].sum() or (own.mean(now) - usual) * np.sign(way) < 0.5 * abs(way):
         return False
     n = len(windows.is_control)
     total = sums(others.total[:n], AT_ONCE_STEPS)
@@ -194,7 +196,8 @@ def rose_alone(own: Counts, others: Counts, windows: Windows, change: int, usual
     recent = past[total > 0][-4 * STRETCH_STEPS :]
     median = float(np.median(recent))
     deviation = 1.4826 * float(np.median(np.abs(recent - median)))
-    return others.mean(now) - median < ALONE_DEVIATIONS * max(deviation, LEAST_LOSS_DEVIATION)
+    moved = (others.mean(now) - median) * np.sign(way)
+    return bool(moved < ALONE_DEVIATIONS * max(deviation, LEAST_LOSS_DEVIATION))
 
 
 def smallest_p(windows: Windows) -> float:

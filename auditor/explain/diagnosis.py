@@ -81,7 +81,7 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
 
 def _data(row: dict[str, Any], jump: float | None) -> Diagnosis:
     reason = what_rose(row)
-    if row["feature"] != "loss":
+    if row["feature"] != "loss" or row["z"] < 0:
         reason += ", and the input went poor before the model did"
     if jump is not None:
         reason += f"; the learning rate also rose {jump:.1f} times, which may share the blame"

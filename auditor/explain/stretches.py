@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import LOOKBACK_STEPS, Exposures, blamed_sources, features_of
+from auditor.explain.attribution import (
+    LOOKBACK_STEPS,
+    Exposures,
+    blamed_sources,
+    features_of,
+    windows_of,
+)
 from auditor.explain.contrast import STRETCH_STEPS
 
 
@@ -60,6 +67,25 @@ def blamed_stretches(
     return [
         (int(steps[a]), int(steps[b - 1])) for a, b in zip(bounds[::2], bounds[1::2], strict=True)
     ]
+
+
+def strongest_steps(
+    row: Mapping[str, Any], events: pl.DataFrame, composition: pl.DataFrame, n: int = 5
+) -> list[int]:
+    """The steps of an event's lookback that hold most of what a row of ``schema.SUSPECTS`` names.
+
+    Most first, of equal ones the earliest; of a feature that fell, least first.
+    """
+    steps, features = features_of(composition)
+    event = events.row(by_predicate=pl.col("event") == row["event"], named=True)
+    windows = windows_of(event, events, steps)
+    counts = features.get((row["name"], row["feature"]))
+    if windows is None or counts is None:
+        return []
+    inside = np.arange(*windows.lookback)
+    inside = inside[counts.total[inside] > 0]
+    rate = counts.rates[inside] * (1.0 if row["z"] >= 0 else -1.0)
+    return steps[inside[np.argsort(-rate, kind="stable")[:n]]].tolist()
 
 
 def _stretched(rate: np.ndarray, half: float) -> np.ndarray:

@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from auditor import schema
-from auditor.explain.attribution import (
-    _shift_p,
-    benjamini_hochberg,
-    clusters_of,
-    suspects_of,
-)
+from auditor.explain.attribution import clusters_of, suspects_of
+from auditor.explain.contrast import Counts, benjamini_hochberg, shift_p
 from auditor.explain.implicated import implicated_exposures
 from auditor.tables import polars_schema
 
@@ -35,18 +31,26 @@ def stream(
     feature: str = "duplication",
     decoy: str | None = None,
     share_shift: str | None = None,
+    new: str | None = None,
+    losses: dict[str, float] | None = None,
 ) -> pl.DataFrame:
     """Exposures of a run that draws four sources at random; faults begin at ``onset``.
 
-    ``decoy`` is duplicated all along. ``share_shift`` doubles in share at the onset.
+    ``decoy`` is duplicated all along. ``share_shift`` doubles in share at the onset. ``new`` is not
+    in the mix before it. ``losses``: by how much the loss of a source's samples moves at the onset;
+    before, it falls from 4 to 2.5 nats, each source on its own level, and samples differ by .5.
     """
     rng = np.random.default_rng(seed)
     weights = np.array([0.4, 0.3, 0.2, 0.1])
+    levels = dict(zip(SOURCES, (0.0, 0.5, -0.5, 0.2), strict=True))
     rows = []
     for step in range(steps):
         p = weights.copy()
         if share_shift is not None and step >= onset:
             p[SOURCES.index(share_shift)] *= 2.5
+        if new is not None and step < onset:
+            p[SOURCES.index(new)] = 0.0
+        usual = 2.5 + 1.5 * np.exp(-step / 60)
         drawn = rng.choice(4, size=BATCH, p=p / p.sum())
         for position, which in enumerate(drawn):
             source = SOURCES[which]
@@ -69,7 +73,12 @@ def stream(
                     "dup_of": None,
                     "repetition": 0.8 if bad and feature == "repetition" else 0.0,
                     "duplication": None,
-                    "loss": None,
+                    "loss": None
+                    if losses is None
+                    else usual
+                    + levels[source]
+                    + 0.5 * rng.normal()
+                    + (losses.get(source, 0.0) if step >= onset else 0.0),
                     "sample_id": f"{source}-{key}",
                     "source": source,
                     "shard": f"{source}.jsonl",
@@ -141,6 +150,73 @@ def test_a_change_of_share_alone_is_coincident_and_not_blamed() -> None:
     assert blamed(found) == set()
     coincident = found.filter(pl.col("verdict") == "coincident")
     assert set(coincident.select("name", "feature").iter_rows()) == {("wiki", "share")}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_source_that_was_not_in_the_mix_is_blamed_where_the_input_went_poor(seed: int) -> None:
+    exposures = stream(seed=seed, new="wiki", decoy="web")
+    assert blamed(suspects(exposures, *INPUT_THEN_MODEL)) == {("wiki", "share")}
+    assert blamed(suspects(exposures, event("ratio_fall", 235, 240))) == set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("source", ["books", "wiki"])
+def test_a_source_whose_loss_alone_rose_at_once_is_blamed_by_that_alone(
+    seed: int, source: str
+) -> None:
+    """Noise: each batch is as diverse as before, so that no input event comes first."""
+    exposures = stream(seed=seed, losses={source: 2.0}, decoy="web")
+    spike = event("loss_spike", 239, 240, measured="step")
+    found = suspects(exposures, spike)
+    assert blamed(found) == {(source, "loss")}
+    row = found.filter(pl.col("verdict") == "blamed").filter(pl.col("level") == "source")
+    assert row["lag"].to_list() == [0]
+    assert row["exposure"][0] - row["control"][0] == pytest.approx(2.0, abs=0.2)
+    implicated = implicated_exposures(numbered(spike), found, of_steps(exposures)).collect()
+    assert set(implicated["source"]) == {source}
+    assert (implicated["step"] >= 240).mean() > 0.8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_that_all_rise_blame_no_source(seed: int) -> None:
+    """What harms the model raises the loss of everything, of some sources more than of others."""
+    losses = dict(zip(SOURCES, (1.0, 1.5, 2.5, 1.0), strict=True))
+    exposures = stream(seed=seed, losses=losses, decoy="web")
+    spike = event("loss_spike", 239, 240, measured="step")
+    assert blamed(suspects(exposures, spike, event("ratio_fall", 240, 245))) == set()
+
+
+def test_samples_that_became_easy_are_blamed_only_where_the_input_went_poor() -> None:
+    exposures = stream(seed=0, losses={"books": -1.5}, decoy="web")
+    assert blamed(suspects(exposures, *INPUT_THEN_MODEL)) == {("books", "loss")}
+    assert blamed(suspects(exposures, event("probe_loss_rise", 235, 240))) == set()
+
+
+def test_what_the_past_has_seen_as_much_of_does_not_stand_out() -> None:
+    """Duplicates of a source that come and go, its passages read in turn."""
+    exposures = stream(seed=0).with_columns(
+        duplication=pl.when((pl.col("source") == "web") & (pl.col("step") // 30 % 3 == 2))
+        .then(1.0)
+        .otherwise(0.0)
+    )
+    found = suspects(exposures, event("input_fall", 247, 252), event("ratio_fall", 275, 280))
+    web = found.filter((pl.col("name") == "web") & (pl.col("feature") == "duplication"))
+    assert set(web["verdict"]) == {"ranked"}
+
+
+def test_controls_hold_no_other_event() -> None:
+    """A second burst is as much of a contrast as the first was, which is over."""
+    exposures = stream(seed=0, burst="books", onset=150, steps=400)
+    exposures = exposures.with_columns(
+        duplication=pl.when(pl.col("step").is_between(190, 299)).then(0.0).otherwise("duplication")
+    )
+    first = event("input_fall", 145, 150, trough_step=185, recovery_step=195)
+    second = event("input_fall", 295, 300, episode=1), event("ratio_fall", 315, 320, episode=1)
+    found = suspects(exposures, first, *second)
+    late = found.filter((pl.col("event") == 1) & (pl.col("verdict") == "blamed"))
+    assert set(late.filter(pl.col("level") == "source").select("name", "control").rows()) == {
+        ("books", 0.0)
+    }
 
 
 @pytest.mark.parametrize(
@@ -277,7 +353,8 @@ def test_p_values_of_a_predeclared_test_are_calibrated() -> None:
         rate = 1 / (1 + np.exp(2 - slow))
         counts = rng.binomial(BATCH, rate).astype(float)
         sign = float(rng.choice([-1.0, 1.0]))
-        values.append(_shift_p(counts, np.full(n_steps, float(BATCH)), 40, 10, sign))
+        stream = Counts(counts, np.full(n_steps, float(BATCH)))
+        values.append(shift_p(stream, (n_steps - 40, n_steps), sign))
     for level in (0.01, 0.05, 0.10):
         share = np.mean(np.asarray(values) <= level)
         assert share <= stats.binom.ppf(0.999, n, level) / n, level
