@@ -52,7 +52,7 @@ HELD_OUT: Final = ("wiki", "code", "qa_math", "shakespeare", "qa_med", "gutenber
 
 DATA_FAULTS: Final[Mapping[str, str]] = {
     "duplicate burst": "the culprit's rows come from 4 passages, for 60 steps",
-    "n-gram runs": "the culprit's rows repeat 8 of their bytes, for 60 steps",
+    "n-gram runs": "the culprit's rows repeat 3 of their bytes, until the end",
     "bad source": "a new source takes 40% of the rows: templates with a few bytes of their own",
     "boilerplate": "the culprit's rows begin with the same 48 bytes, until the end",
     "source shift": "the culprit goes from 40% to 95% of the rows",
@@ -206,7 +206,7 @@ def _row(source: str, name: str, text: str) -> dict[str, Any]:
 def _is_active(kind: str, step: int, onset: int) -> bool:
     if kind not in DATA_FAULTS or step < onset:
         return False
-    lasts = kind in ("bad source", "boilerplate", "source shift", "correlated shuffle")
+    lasts = kind not in ("duplicate burst", "noise", "poisoned samples")
     return lasts or step < onset + BURST_STEPS
 
 
@@ -234,8 +234,8 @@ def _faulty(
         n = int(fault.integers(len(passages)))
         return _row(row["source"], f"passage-{n}", passages[n])
     if kind == "n-gram runs":
-        start = int(fault.integers(max(1, len(text) - 8)))
-        text = (text[start : start + 8] * 9)[:WINDOW_BYTES]
+        start = int(fault.integers(max(1, len(text) - 3)))
+        text = (text[start : start + 3] * WINDOW_BYTES)[:WINDOW_BYTES]
     elif kind == "boilerplate":
         text = header + text[len(header) :]
     elif kind == "noise":

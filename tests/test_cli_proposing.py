@@ -111,7 +111,7 @@ def test_proposal_says_what_why_and_what_to_expect(blamed: Path) -> None:
     assert result.exit_code == 0, result.output
     text = flat(result.output)
     assert "1. Deduplicate novels" in text
-    assert "Blamed for near-duplicates: 50.0% of the batch" in text
+    assert "near-duplicates from novels rose from 0.0% to 50% of what was consumed" in text
     assert "95% interval" in text
     assert "a replay from a checkpoint before the event would give one" in text
     assert "2. Reweight novels: x 0." in text
@@ -301,7 +301,16 @@ def test_names_from_data_are_never_live_on_a_terminal(encoding: str) -> None:
     n = len(HOSTILE)
     now = dict.fromkeys(HOSTILE, 1 / n)
     changes = tuple(
-        Change(kind="deduplicate", source=name, reason="blamed", feature="duplication", event=0)
+        Change(
+            kind="deduplicate",
+            source=name,
+            reason="blamed",
+            feature="duplication",
+            event=0,
+            exposure=0.5,
+            control=0.1,
+            z=9.0,
+        )
         for name in HOSTILE
     )
     one = Proposal(" ".join(HOSTILE), True, now, now, now, now, changes)

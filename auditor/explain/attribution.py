@@ -11,7 +11,7 @@ Association, not causation: a replay with and without the samples is the test of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -69,12 +69,16 @@ Exposures = Callable[[int, int], pl.LazyFrame]
 
 
 def suspects_of(
-    events: pl.DataFrame, composition: pl.DataFrame, exposures: Exposures
+    events: pl.DataFrame,
+    composition: pl.DataFrame,
+    exposures: Exposures,
+    jumped: Collection[int] = (),
 ) -> tuple[pl.DataFrame, dict[int, float]]:
     """What stands out before each event (``schema.SUSPECTS``), and the least p each could give.
 
     Sources are tested first; clusters, shards and samples are named, by effect size only, inside
-    sources that are blamed.
+    sources that are blamed. ``jumped`` are the episodes at whose onset the learning rate rose:
+    another cause, beside which the order of events alone blames nothing.
     """
     rows: list[dict[str, Any]] = []
     smallest: dict[int, float] = {}
@@ -91,10 +95,14 @@ def suspects_of(
         smallest[event["event"]] = smallest_p(windows)
         begin = int(np.searchsorted(steps, steps[windows.last_control] - CLUSTER_STEPS))
         span = int(steps[begin]), int(steps[windows.lookback[1] - 1])
+        is_input_first = input_came_first(episode)
+        healthy = -1 if event["episode"] in jumped else _last_healthy(episode)
         for one in found:
+            change = int(steps[one.pop("change")])
             one |= {"event": event["event"], "level": "source"}
-            one["lag"] = event["onset_high"] - int(steps[one.pop("change")])
-        _judge(found, input_came_first(episode))
+            one["lag"] = event["onset_high"] - change
+            one["is_first"] = is_input_first or change <= healthy
+        _judge(found)
         for one in found:
             place = one.pop("place")
             rows.append({name: one[name] for name in schema.SUSPECTS})
@@ -237,10 +245,20 @@ def input_came_first(episode: pl.DataFrame) -> bool:
     return bool(first_model is None or first_input < first_model)  # type: ignore[operator]
 
 
-def _judge(found: Sequence[dict[str, Any]], is_input_first: bool) -> None:
-    """Put a verdict to each row of an event."""
+def _last_healthy(episode: pl.DataFrame) -> int:
+    """The last step at which the model was healthy, of an episode in which it was harmed; else -1.
+
+    What changed by then was there before the harm, whether the input's diversity shows it or not.
+    """
+    low = episode.filter(pl.col("kind").is_in(MODEL_SIDE))["onset_low"].min()
+    return -1 if low is None else int(low)  # type: ignore[arg-type]
+
+
+def _judge(found: Sequence[dict[str, Any]]) -> None:
+    """Put a verdict to each row of an event; ``is_first``: it came before what it may be to blame
+    for."""
     for one in found:
-        one["verdict"] = _verdict(one, is_input_first)
+        one["verdict"] = _verdict(one)
     most = max((one["z"] for one in found if one["verdict"] != "ranked"), default=0.0)
     for one in found:
         # Beside what stands out far more, the rest has no claim of its own.
@@ -248,7 +266,7 @@ def _judge(found: Sequence[dict[str, Any]], is_input_first: bool) -> None:
             one["verdict"] = "coincident"
 
 
-def _verdict(row: Mapping[str, Any], is_input_first: bool) -> str:
+def _verdict(row: Mapping[str, Any]) -> str:
     if abs(row["z"]) < BLAME_DEVIATIONS or row["excess"] < EXCESS:
         return "ranked"
     if row["lag"] < 0:
@@ -256,11 +274,11 @@ def _verdict(row: Mapping[str, Any], is_input_first: bool) -> str:
     if row["feature"] == "loss":
         # A loss that rises tells by itself that the input went bad; one that falls, that it is
         # easy to predict, which may be all well.
-        is_cause = row["is_alone"] and (row["z"] > 0 or is_input_first)
+        is_cause = row["is_alone"] and (row["z"] > 0 or row["is_first"])
     elif row["feature"] == "share":
-        is_cause = row["z"] > 0 and row["control"] == 0.0 and is_input_first
+        is_cause = row["z"] > 0 and row["control"] == 0.0 and row["is_first"]
     else:
-        is_cause = row["z"] > 0 and is_input_first
+        is_cause = row["z"] > 0 and row["is_first"]
     return "blamed" if is_cause else "coincident"
 
 

@@ -22,6 +22,11 @@ STRETCH_STEPS: Final = 10
 EXCESS: Final = 1.5
 """What stands out lies this many times as far above the usual as any control window did."""
 
+PART_OF_THE_WAY: Final = 0.5
+PART_OF_A_LOSS: Final = 0.25
+"""Of the way to its strongest, what a rate must have gone from its change on. Losses go on moving
+while the model learns what is new."""
+
 AT_ONCE_STEPS: Final = 3
 ALONE_DEVIATIONS: Final = 4.0
 """A loss moved in one source alone when that of the others, over so many steps from then on, lies
@@ -119,7 +124,7 @@ def contrast(counts: Counts, windows: Windows) -> dict[str, Any]:
     - ``excess``: how many times as far from the usual it lies as the farthest control window;
     - ``p``: share of the circular shifts that look at least as bad (:func:`shift_p`);
     - ``place``, ``change``: where the strongest stretch begins, and the step from which the rate
-      was on its side of the middle between before and then (the minimum of a cumulative sum,
+      had gone half of the way there, of a loss a quarter (the minimum of a cumulative sum,
       Page 1954);
     - ``exposure``, ``control``, ``lift``, ``low``, ``high``: see :func:`lift_of`.
     """
@@ -153,7 +158,9 @@ def contrast(counts: Counts, windows: Windows) -> dict[str, Any]:
     in_stretch = slice(first, first + STRETCH_STEPS)
     best |= lift_of(counts, in_stretch, usual)
     best["p"] = shift_p(counts, windows.lookback, sign)
-    best["change"] = _change(counts, start, first, sign, 0.5 * (best["exposure"] + best["control"]))
+    part = PART_OF_THE_WAY if counts.is_share else PART_OF_A_LOSS
+    line = best["control"] + part * (best["exposure"] - best["control"])
+    best["change"] = _change(counts, start, first, sign, line)
     return best
 
 
@@ -170,11 +177,11 @@ def _least_deviation(counts: Counts, windows: Windows, base: float, place: int) 
     return max(LEAST_LOSS_DEVIATION, math.sqrt(variance / max(n, 1.0)))
 
 
-def _change(counts: Counts, start: int, place: int, sign: float, middle: float) -> int:
-    """The place from which the rate is beyond ``middle``, up to the end of the stretch."""
+def _change(counts: Counts, start: int, place: int, sign: float, line: float) -> int:
+    """The place from which the rate is beyond ``line``, up to the end of the stretch."""
     end = place + STRETCH_STEPS
     steps = slice(start, end)
-    beyond = sign * (counts.amount[steps] - middle * counts.total[steps])
+    beyond = sign * (counts.amount[steps] - line * counts.total[steps])
     summed = np.concatenate([[0.0], np.cumsum(beyond)])
     return start + int(np.argmin(summed[:-1]))
 

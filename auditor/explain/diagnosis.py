@@ -17,6 +17,16 @@ LR_HISTORY_STEPS: Final = 50
 LR_LOOKBACK_STEPS: Final = 10
 
 
+def jumped(events: pl.DataFrame, signals: pl.DataFrame) -> set[int]:
+    """The episodes at whose onset the learning rate rose ``LR_JUMP`` times or more."""
+    onsets = events.group_by("episode").agg(pl.col("onset_low", "onset_high").min())
+    return {
+        episode
+        for episode, low, high in onsets.iter_rows()
+        if _learning_rate_jump(signals, low, high) is not None
+    }
+
+
 def diagnose(
     events: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame
 ) -> dict[int, Diagnosis]:
@@ -82,7 +92,7 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
 def _data(row: dict[str, Any], jump: float | None) -> Diagnosis:
     reason = what_rose(row)
     if row["feature"] != "loss" or row["z"] < 0:
-        reason += ", and the input went poor before the model did"
+        reason += ", before the model was harmed"
     if jump is not None:
         reason += f"; the learning rate also rose {jump:.1f} times, which may share the blame"
     remedy = (

@@ -9,7 +9,7 @@ import polars as pl
 
 from auditor.explain.attribution import blamed_sources, suspects_of, what_rose
 from auditor.explain.composition import composition_of
-from auditor.explain.diagnosis import diagnose
+from auditor.explain.diagnosis import diagnose, jumped
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
 from auditor.explain.grades import grades_of, policy_of
@@ -28,7 +28,7 @@ def explain(run: Run) -> Explanation:
     composition = composition_of(run)
     grades = grades_of(signals, policy_of(run))
     events = events_of(signals, grades)
-    suspects, smallest_p = suspects_of(events, composition, run.exposures)
+    suspects, smallest_p = suspects_of(events, composition, run.exposures, jumped(events, signals))
     diagnoses = diagnose(events, suspects, signals)
     with contextlib.suppress(OSError):  # a run on a read-only disk is explained all the same
         for table, frame in (
@@ -77,9 +77,20 @@ def _verdict(
             return (
                 f"{counted}; no exposures were recorded, so data can be neither blamed nor cleared."
             )
-        stood_out = suspects.filter(pl.col("verdict") == "coincident")["name"].unique().sort()
+        stood_out = suspects.filter(pl.col("verdict") == "coincident")
+        mixed = stood_out.filter((pl.col("feature") == "share") & (pl.col("z") > 0))
+        mixed = mixed.filter(pl.col("lag") >= 0)
+        if len(mixed):
+            row = mixed.row(0, named=True)
+            since = int(events.row(row["event"], named=True)["onset_high"]) - row["lag"]
+            return (
+                f"{counted}; nothing about the content stands out, but the mix had changed: "
+                f"{row['name']} rose from {row['control']:.0%} to {row['exposure']:.0%} of it at "
+                f"step {since}, {row['lag']} steps before. A change of the mix can move these "
+                "signals by itself."
+            )
         if len(stood_out):
-            names = ", ".join(stood_out)
+            names = ", ".join(stood_out["name"].unique().sort())
             return (
                 f"{counted}; no data cause found: {names} changed about then, but not in "
                 "content, or not before the model did."

@@ -26,8 +26,8 @@ FEATURES: Final[Mapping[str, str]] = {
 }
 
 VERDICTS: Final[Mapping[str, str]] = {
-    "blamed": "stands out, and the input went poor before the model did, or the loss of its "
-    "samples moved at once and that of no others: the likeliest cause in the data, by association",
+    "blamed": "stands out, and changed before the model was harmed, or the loss of its samples "
+    "rose at once and that of no others: the likeliest cause in the data, by association",
     "coincident": "stands out, but without the order of events that a data cause leaves",
     "ranked": "listed by size; does not stand out, or was not tested",
 }

@@ -107,9 +107,11 @@ def event(kind: str, low: int, high: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def suspects(exposures: pl.DataFrame, *rows: dict[str, Any]) -> pl.DataFrame:
+def suspects(
+    exposures: pl.DataFrame, *rows: dict[str, Any], jumped: tuple[int, ...] = ()
+) -> pl.DataFrame:
     composition = composition_of_rows(exposures.lazy())
-    found, _ = suspects_of(numbered(*rows), composition, of_steps(exposures))
+    found, _ = suspects_of(numbered(*rows), composition, of_steps(exposures), jumped)
     return found
 
 
@@ -170,7 +172,7 @@ def test_a_source_whose_loss_alone_rose_at_once_is_blamed_by_that_alone(
     found = suspects(exposures, spike)
     assert blamed(found) == {(source, "loss")}
     row = found.filter(pl.col("verdict") == "blamed").filter(pl.col("level") == "source")
-    assert row["lag"].to_list() == [0]
+    assert row["lag"][0] in (0, 1)  # a batch holds few samples of a small source
     assert row["exposure"][0] - row["control"][0] == pytest.approx(2.0, abs=0.2)
     implicated = implicated_exposures(numbered(spike), found, of_steps(exposures)).collect()
     assert set(implicated["source"]) == {source}
@@ -189,6 +191,7 @@ def test_losses_that_all_rise_blame_no_source(seed: int) -> None:
 def test_samples_that_became_easy_are_blamed_only_where_the_input_went_poor() -> None:
     exposures = stream(seed=0, losses={"books": -1.5}, decoy="web")
     assert blamed(suspects(exposures, *INPUT_THEN_MODEL)) == {("books", "loss")}
+    # The model was harmed at the same sample as they changed.
     assert blamed(suspects(exposures, event("probe_loss_rise", 235, 240))) == set()
 
 
@@ -233,6 +236,17 @@ def test_duplicates_that_did_not_come_first_are_not_blamed(events: Any) -> None:
     found = suspects(stream(seed=0, burst="books"), *events)
     assert blamed(found) == set()
     assert "coincident" in set(found["verdict"])
+
+
+def test_duplicates_after_which_the_model_was_healthy_for_a_while_came_first() -> None:
+    """No input event tells so, but that the model was still well after they began."""
+    exposures = stream(seed=0, burst="books", onset=228)
+    harmed = event("probe_loss_rise", 235, 240)
+    assert blamed(suspects(exposures, harmed)) == {("books", "duplication")}
+    # The learning rate rose at the onset: two causes, and nothing tells between them.
+    assert blamed(suspects(exposures, harmed, jumped=(0,))) == set()
+    spike = event("loss_spike", 235, 240, measured="step")  # no harm to the model was seen
+    assert blamed(suspects(exposures, spike)) == set()
 
 
 def test_duplicates_that_ended_long_before_are_not_in_the_lookback() -> None:

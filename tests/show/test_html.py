@@ -226,7 +226,7 @@ def test_page_says_when_a_stretch_began_after_the_onset() -> None:
 
 def test_page_says_that_exposure_is_of_the_strongest_steps(page: Page) -> None:
     assert "What stands out before event 0" in page.words
-    assert "exposure is the share in the strongest 10 steps" in page.words
+    assert "exposure is what was in the strongest 10 steps" in page.words
     assert "not the mean over it" in page.words
 
 
