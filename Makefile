@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_FLAGS ?=
+# As many workers as cores; PYTEST_FLAGS="-n 0 --pdb" debugs in one process.
+PYTEST_WORKERS := -n auto --dist worksteal
 
 STACKS := accelerate fabric lightning models mosaic ray transformers torchdata webdataset
 
@@ -13,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/auditor demo $(DEMO_FLAGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 # Each framework in an environment of its own; what came out is kept.
 test-stacks: $(STACKS:%=test-stack-%)

@@ -35,6 +35,7 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
     "grades": schema.GRADES,
     "events": schema.EVENTS,
     "suspects": schema.SUSPECTS,
+    "drifts": schema.DRIFTS,
 }
 View = Literal["effective", "all"]
 
@@ -131,7 +132,8 @@ class Run:
         """A table as a ``polars.LazyFrame``.
 
         Facts are ``exposures`` (columns of ``schema.EXPOSURES_JOINED``), ``samples`` and
-        ``signals``; derived tables are ``composition``, ``grades``, ``events`` and ``suspects``.
+        ``signals``; derived tables are ``composition``, ``grades``, ``events``, ``suspects`` and
+        ``drifts``.
         The ``effective`` view hides what a later attempt rolled back: of two attempts that trained
         the same step, the later counts.
 

@@ -209,6 +209,16 @@ COMPOSITION: Final[Mapping[str, str]] = {
 }
 """Per step and source, over ranks: what reports and the join read instead of every row."""
 
+DRIFTS: Final[Mapping[str, str]] = {
+    "kind": "str",  # mix, repeats, order
+    "source": "str",  # null where all sources are meant
+    "onset": "i64",  # first step of what came after
+    "end": "i64",  # last step of clumps that ended; else null
+    "before": "f64",  # share of the batches in the steps before; of order, index of dispersion
+    "after": "f64",  # the same after
+    "z": "f64",  # standard deviations of the change; null for order
+}
+
 SUSPECTS: Final[Mapping[str, str]] = {
     "event": "i32",
     "level": "str",  # source, cluster, shard, sample

@@ -29,7 +29,7 @@ class Explanation:
         run_id: the run's id.
         n_steps: steps trained, in the effective view.
         every: steps between sampled steps, None when nothing was sampled.
-        signals, grades, events, composition, suspects: the tables.
+        signals, grades, events, composition, suspects, drifts: the tables.
         previews: sample_id and preview of the samples and cluster keepers named in ``suspects``.
         diagnoses: by number of event.
         smallest_p: by number of event, the least p its test could have given.
@@ -47,6 +47,7 @@ class Explanation:
     events: pl.DataFrame
     composition: pl.DataFrame
     suspects: pl.DataFrame
+    drifts: pl.DataFrame
     previews: pl.DataFrame
     diagnoses: Mapping[int, Diagnosis]
     smallest_p: Mapping[int, float]

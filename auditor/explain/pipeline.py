@@ -10,6 +10,7 @@ import polars as pl
 from auditor.explain.attribution import blamed_sources, suspects_of, what_rose
 from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose, jumped
+from auditor.explain.drift import drifts_of
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
 from auditor.explain.grades import grades_of, policy_of
@@ -29,6 +30,7 @@ def explain(run: Run) -> Explanation:
     grades = grades_of(signals, policy_of(run))
     events = events_of(signals, grades)
     suspects, smallest_p = suspects_of(events, composition, run.exposures, jumped(events, signals))
+    drifts = drifts_of(composition)
     diagnoses = diagnose(events, suspects, signals)
     with contextlib.suppress(OSError):  # a run on a read-only disk is explained all the same
         for table, frame in (
@@ -36,6 +38,7 @@ def explain(run: Run) -> Explanation:
             ("grades", grades),
             ("events", events),
             ("suspects", suspects),
+            ("drifts", drifts),
         ):
             run.write_derived(table, frame)
     blamed = blamed_sources(suspects)
@@ -50,6 +53,7 @@ def explain(run: Run) -> Explanation:
         events=events,
         composition=composition,
         suspects=suspects,
+        drifts=drifts,
         previews=_previews(run, suspects),
         diagnoses=diagnoses,
         smallest_p=smallest_p,

@@ -10,9 +10,11 @@ from typing import Any, Final
 import polars as pl
 
 from auditor.clean.proposal import Proposal
+from auditor.explain.drift import sentences_of
 from auditor.explain.explanation import Diagnosis, Explanation
 
 N_RANKED_SOURCES: Final = 3
+N_DRIFTS: Final = 12
 N_NAMED: Final = 5
 """Rows of each level in the short list of suspects; the full list is in the JSON and the page."""
 
@@ -116,10 +118,17 @@ def blaming(explanation: Explanation) -> list[dict[str, Any]]:
     rows = explanation.suspects.filter(
         (pl.col("level") == "source") & (pl.col("verdict") == "blamed")
     )
-    strongest = rows.sort("z", descending=True, nulls_last=True)
+    strongest = rows.sort(pl.col("z").abs(), descending=True, nulls_last=True)
     return strongest.unique(["event", "name"], keep="first", maintain_order=True).sort(
         "event", maintain_order=True
     ).to_dicts()  # fmt: skip
+
+
+def drifts(explanation: Explanation) -> list[str]:
+    """Where the data changed, in sentences; of many the first, and how many there are."""
+    told = sentences_of(explanation.drifts)
+    left = len(told) - N_DRIFTS
+    return told if left <= 0 else [*told[:N_DRIFTS], f"{left:,} more in the table of drifts."]
 
 
 def what_to_do(explanation: Explanation, proposal: Proposal) -> str:

@@ -59,6 +59,7 @@ def page_of(explanation: Explanation, proposal: Proposal) -> str:
         "<main>",
         sections.figure_section(explanation, figure),
         *sections.episode_cards(explanation),
+        sections.drifts_section(explanation),
         sections.proposal_section(proposal),
         sections.gaps_section(explanation),
         how_to_read(),

@@ -38,6 +38,7 @@ def report_of(explanation: Explanation, proposal: Proposal) -> dict[str, Any]:
             _event(explanation, event)
             for event in explanation.events.sort("event").iter_rows(named=True)
         ],
+        "drifts": explanation.drifts.to_dicts(),
         "proposal": {
             "summary": proposal.summary,
             "deduplicate": proposal.deduplicate,

@@ -294,6 +294,18 @@ def proposal_section(proposal: Proposal) -> str:
 </section>"""
 
 
+def drifts_section(explanation: Explanation) -> str:
+    """Where the data changed, whether a signal moved or not; nothing where it did not."""
+    drifts = "".join(f"<li>{escape_own(one)}</li>" for one in digest.drifts(explanation))
+    if not drifts:
+        return ""
+    return f"""<section aria-labelledby="drift">
+<h2 id="drift">Drift of the data</h2>
+<ul>{drifts}</ul>
+<p class="note">Facts about what was consumed, whether meant or not.</p>
+</section>"""
+
+
 def gaps_section(explanation: Explanation) -> str:
     gaps = "".join(f"<li>{escape_own(gap)}</li>" for gap in explanation.gaps)
     told = f"<ul>{gaps}</ul>" if gaps else "<p>None known.</p>"

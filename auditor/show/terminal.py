@@ -43,6 +43,11 @@ def print_report(
         _episode(console, explanation, episode)
     if not explanation.judged:
         line(console, "Next", digest.SAMPLE_MORE)
+    drifts = digest.drifts(explanation)
+    if drifts:
+        heading(console, "Drift of the data")
+        for told in drifts:
+            line(console, "  -", sentence(told, 400), label_chars=4)
     heading(console, "Proposal")
     _proposal(console, proposal)
     heading(console, "Gaps in the record")

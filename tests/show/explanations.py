@@ -197,6 +197,7 @@ def explanation(**changes: Any) -> Explanation:
                 suspect(event=1),
             ],
         ),
+        "drifts": frame(schema.DRIFTS, []),
         "previews": pl.DataFrame(
             {
                 "sample_id": ["novels-00001", "novels-00002"],
@@ -240,6 +241,11 @@ def proposal() -> Proposal:
     )
 
 
+def drift(source: str | None, **changes: Any) -> dict[str, Any]:
+    row = {"kind": "mix", "source": source, "onset": 150, "before": 0.4, "after": 0.9, "z": 20.0}
+    return row | changes
+
+
 NOTHING_PROPOSED = Proposal(NO_CHANGE, False, {}, {}, {}, {})
 
 EMPTY: Mapping[str, Any] = {
@@ -278,6 +284,7 @@ def hostile() -> tuple[Explanation, Proposal]:
     made = explanation(
         run_id=HOSTILE[0],
         suspects=frame(schema.SUSPECTS, suspects),
+        drifts=frame(schema.DRIFTS, [drift(name) for name in HOSTILE]),
         composition=composition(sources=HOSTILE),
         previews=pl.DataFrame(
             {"sample_id": HOSTILE, "source": HOSTILE, "preview": [*HOSTILE[1:], HOSTILE[0]]}

@@ -335,3 +335,11 @@ def test_page_of_many_events_and_deep_models_stays_readable() -> None:
     assert sum(trace["yaxis"] == "y" for trace in page.figure["data"]) == 8
     assert page.figure["wide"]["height"] < 1800
     assert len(text) < 8e6
+
+
+def test_page_tells_where_the_data_drifted_and_says_nothing_where_it_did_not() -> None:
+    drifts = explanations.frame(schema.DRIFTS, [explanations.drift("novels")])
+    drifted = Page(page_of(explanations.explanation(drifts=drifts), explanations.proposal()))
+    assert "At step 150 the mix changed: novels from 40% to 90%." in drifted.words
+    steady = Page(page_of(explanations.explanation(), explanations.proposal()))
+    assert "Drift of the data" not in steady.words

@@ -14,7 +14,7 @@ from auditor.show.report import report_of
 
 TOP = {
     "schema_version", "run_id", "verdict", "culprit", "steps", "every", "lowest_grade",
-    "lowest_ratio", "alerts", "events", "proposal", "gaps",
+    "lowest_ratio", "alerts", "events", "drifts", "proposal", "gaps",
 }  # fmt: skip
 EVENT = {
     "event", "episode", "kind", "signal", "measured", "layer", "onset_step", "onset_low",

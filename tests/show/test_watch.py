@@ -60,7 +60,8 @@ ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[()].|[=>])")
 
 
 def environment(**more: str) -> dict[str, str]:
-    plain = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}}
+    left_out = {"NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"}
+    plain = {k: v for k, v in os.environ.items() if k not in left_out}
     return {**plain, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "LANG": "C.UTF-8", **more}
 
 
