@@ -237,6 +237,28 @@ SUSPECTS: Final[Mapping[str, str]] = {
     "verdict": "str",  # blamed, coincident, ranked
 }
 
+BATCHES: Final[Mapping[str, str]] = {
+    "event": "i32",
+    "step": "i64",
+    "lag": "i64",  # steps from the onset, negative before it
+    "attempt": "i32",
+    "n_samples": "i64",  # trained in the step, over ranks
+    "n_tokens": "i64",
+    "largest_source": "str",  # the one with most samples, and its share
+    "largest_share": "f64",
+    "duplication": "f64",  # share of near-duplicates; null where nothing was scored
+    "repetition": "f64",  # mean share of a sample that repeats
+    "suspect": "str",  # the first source in the event's table of suspects
+    "feature": "str",  # what of it stands out
+    "exposure": "f64",  # how much of that the step held; of the loss the mean in nats
+    "place": "i32",  # 1 to 5: the steps of the lookback that held most
+    "loss": "f64",
+    "grad_norm": "f64",
+    "lr": "f64",
+    "grade": "i32",
+}
+"""What ``auditor report --batches`` writes: the steps around each event."""
+
 ROWS: Final[Mapping[str, str]] = {
     "shard": "str",  # relative to the inputs' common folder
     "row": "i64",  # 0-based

@@ -124,6 +124,7 @@ def _as_json(one: Outcome) -> dict:
         "events": one.n_events,
         "first": one.first,
         "blamed": one.blamed,
+        "drifted": one.drifted,
         "right": sorted(one.answers),
         "lag_error": one.lag_error,
         "batches": one.batches,
@@ -147,6 +148,9 @@ def _print(console: Console, outcomes: Sequence[Outcome]) -> None:
     console.print()
     console.print("Of faults that moved a signal; intervals are 95% (Wilson).")
     console.print(f"  first in the report: {proportion(one.is_first_right for one in counted)}")
+    console.print(
+        f"  or in a drift of the mix, without event: {proportion(o.is_named for o in counted)}"
+    )
     blamed = proportion(one.blamed in one.answers for one in counted)
     console.print(f"  blamed, and rightly: {blamed}")
     console.print(f"  of all faults, moved or not: {proportion(o.is_first_right for o in faults)}")

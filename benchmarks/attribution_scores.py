@@ -33,7 +33,8 @@ class Outcome:
     """One training as it was explained.
 
     ``moved``: whether a signal left that of the paired run. ``first``: the source that stands at
-    the top of the report, ``blamed`` the one it blames; ``answers``: what counts as right.
+    the top of the report, ``blamed`` the one it blames; ``drifted``: where there is no event, the
+    source that a drift of the mix names first; ``answers``: what counts as right.
     ``lag_error``: steps from the planted onset to where the report says that the exposure changed.
     ``batches``: share of the five batches named that hold planted samples. ``smallest_q`` is None
     without an event. ``p``: of the pre-declared test at a random step.
@@ -44,6 +45,7 @@ class Outcome:
     n_events: int
     first: str | None
     blamed: str | None
+    drifted: str | None
     answers: frozenset[str]
     lag_error: int | None
     batches: float | None
@@ -55,6 +57,11 @@ class Outcome:
     def is_first_right(self) -> bool:
         return self.first in self.answers
 
+    @property
+    def is_named(self) -> bool:
+        """By its events, or where there is none by a drift of the mix."""
+        return (self.first or self.drifted) in self.answers
+
 
 def outcome_of(folder: Path, paired: Path) -> Outcome:
     truth = load_truth(folder)
@@ -64,7 +71,7 @@ def outcome_of(folder: Path, paired: Path) -> Outcome:
     top = _top(sources)
     answers = frozenset({truth.culprit} if truth.culprit else ())
     if truth.kind == "correlated shuffle" and len(found.events):
-        answers = _dominating(found)
+        answers |= _dominating(found)
     lag_error = batches = None
     if top is not None and truth.culprit is not None:
         event = found.events.row(by_predicate=pl.col("event") == top["event"], named=True)
@@ -79,6 +86,7 @@ def outcome_of(folder: Path, paired: Path) -> Outcome:
         n_events=found.events["episode"].n_unique(),
         first=None if top is None else str(top["name"]),
         blamed=found.culprit,
+        drifted=_drifted(found),
         answers=answers,
         lag_error=lag_error,
         batches=batches,
@@ -97,6 +105,13 @@ def _top(sources: pl.DataFrame) -> dict | None:
     place = pl.col("verdict").replace_strict(order, return_dtype=pl.Int32)
     best = sources.filter(place == place.min()).sort("event", maintain_order=True)
     return best.row(0, named=True)
+
+
+def _drifted(found: Explanation) -> str | None:
+    mixed = found.drifts.filter((pl.col("kind") == "mix") & (pl.col("z") > 0))
+    if len(found.events) or mixed.is_empty():
+        return None
+    return str(mixed.sort("onset", maintain_order=True)["source"][0])
 
 
 def _dominating(found: Explanation) -> frozenset[str]:

@@ -26,9 +26,20 @@ from auditor.schema import STATES
     metavar="FILE",
     help="Write the implicated samples as well: .jsonl or .parquet.",
 )
+@click.option(
+    "--batches",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the 200 steps before and after each event as well: .csv, .jsonl or .parquet.",
+)
 @click.option("--no-text", is_flag=True, help="Show no text of the data.")
 def report(
-    run: Path, as_json: bool, html: Path | None, implicated: Path | None, no_text: bool
+    run: Path,
+    as_json: bool,
+    html: Path | None,
+    implicated: Path | None,
+    batches: Path | None,
+    no_text: bool,
 ) -> None:
     """Explain a run: grades, events, and the data before each.
 
@@ -40,17 +51,23 @@ def report(
       auditor report run/ --json | jq '.events[].suspects[0]'
       auditor report run/ --html report.html
       auditor report run/ --implicated samples.jsonl --no-text
+      auditor report run/ --batches around.csv
     """
     if implicated is not None and implicated.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--implicated takes a .jsonl or .parquet file, got {implicated}")
+    if batches is not None and batches.suffix not in (".csv", ".jsonl", ".parquet"):
+        raise click.UsageError(f"--batches takes a .csv, .jsonl or .parquet file, got {batches}")
     from auditor.run import Run
-    from auditor.show.produce import produce, write_implicated
+    from auditor.show.produce import produce, write_batches, write_implicated
 
     opened = Run.open(run)
     produced = produce(opened, html, with_text=not no_text)
     if implicated is not None:
         n = write_implicated(opened, produced.explanation, implicated, with_text=not no_text)
         click.echo(f"{implicated}: {n} implicated samples", err=True)
+    if batches is not None:
+        n = write_batches(produced.explanation, batches)
+        click.echo(f"{batches}: {n} steps around events", err=True)
     if as_json:
         from auditor.show.report import report_of
 

@@ -10,7 +10,7 @@ import polars as pl
 from auditor.explain.attribution import blamed_sources, suspects_of, what_rose
 from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose, jumped
-from auditor.explain.drift import drifts_of
+from auditor.explain.drift import drifts_of, sentences_of
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
 from auditor.explain.grades import grades_of, policy_of
@@ -57,7 +57,7 @@ def explain(run: Run) -> Explanation:
         previews=_previews(run, suspects),
         diagnoses=diagnoses,
         smallest_p=smallest_p,
-        verdict=_verdict(events, suspects, blamed, composition)
+        verdict=_verdict(events, suspects, blamed, composition, drifts)
         if judged
         else _too_short(signals, grades),
         culprit=None if blamed.is_empty() else str(blamed["name"][0]),
@@ -67,13 +67,18 @@ def explain(run: Run) -> Explanation:
 
 
 def _verdict(
-    events: pl.DataFrame, suspects: pl.DataFrame, blamed: pl.DataFrame, composition: pl.DataFrame
+    events: pl.DataFrame,
+    suspects: pl.DataFrame,
+    blamed: pl.DataFrame,
+    composition: pl.DataFrame,
+    drifts: pl.DataFrame,
 ) -> str:
     if events.is_empty():
         none = "No event: no signal left what was normal for this run."
         if composition.is_empty():
             return f"{none} No exposures were recorded: data can be neither blamed nor cleared."
-        return none
+        told = sentences_of(drifts.filter(pl.col("kind") == "mix"))
+        return f"{none} {told[0]}" if told else none
     n = events["episode"].n_unique()
     counted = "1 episode" if n == 1 else f"{n} episodes"
     if blamed.is_empty():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import polars as pl
 from auditor.clean.proposal import Proposal
 from auditor.explain.drift import sentences_of
 from auditor.explain.explanation import Diagnosis, Explanation
+from auditor.explain.stretches import strongest_steps
 
 N_RANKED_SOURCES: Final = 3
 N_DRIFTS: Final = 12
@@ -122,6 +123,12 @@ def blaming(explanation: Explanation) -> list[dict[str, Any]]:
     return strongest.unique(["event", "name"], keep="first", maintain_order=True).sort(
         "event", maintain_order=True
     ).to_dicts()  # fmt: skip
+
+
+def strongest(explanation: Explanation, row: Mapping[str, Any]) -> str:
+    """The steps of the lookback that held most of what a source stands out for."""
+    steps = strongest_steps(row, explanation.events, explanation.composition)
+    return ", ".join(map(str, steps))
 
 
 def drifts(explanation: Explanation) -> list[str]:

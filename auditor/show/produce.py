@@ -6,7 +6,10 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import polars as pl
+
 from auditor.clean.proposal import Proposal, propose
+from auditor.explain.batches import batches_around
 from auditor.explain.explanation import Explanation
 from auditor.explain.implicated import implicated_samples
 from auditor.explain.pipeline import explain
@@ -54,13 +57,26 @@ def produce(run: Run, html: Path | None = None, *, with_text: bool = True) -> Re
 
 
 def write_implicated(run: Run, explanation: Explanation, path: Path, *, with_text: bool) -> int:
-    """Write the implicated samples as JSON Lines or Parquet, by the path; returns how many."""
+    """Write the implicated samples, by the path; returns how many."""
     samples = implicated_samples(run, explanation.events, explanation.suspects)
     if not with_text:
         samples = samples.drop("preview")
+    _write(samples, path)
+    return samples.height
+
+
+def write_batches(explanation: Explanation, path: Path) -> int:
+    """Write the steps around each event (``schema.BATCHES``), by the path; returns how many."""
+    batches = batches_around(explanation)
+    _write(batches, path)
+    return batches.height
+
+
+def _write(frame: pl.DataFrame, path: Path) -> None:
     with atomic(path) as file:
         if path.suffix == ".parquet":
-            samples.write_parquet(file)
+            frame.write_parquet(file)
+        elif path.suffix == ".csv":
+            frame.write_csv(file)
         else:
-            samples.write_ndjson(file)
-    return samples.height
+            frame.write_ndjson(file)

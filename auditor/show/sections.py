@@ -173,6 +173,9 @@ def _card(explanation: Explanation, episode: Episode) -> str:
         f"{least}, a source stands out from |z| = {BLAME_DEVIATIONS:g}"
     )
     parts += [suspects_table(chosen, caption), _samples(explanation, chosen)]
+    if chosen and chosen[0]["verdict"] != "ranked":
+        name, steps = escape(chosen[0]["name"]), digest.strongest(explanation, chosen[0])
+        parts.append(f"<p>Steps that held most of it, of {name}: {steps}.</p>")
     for event in episode.events:
         tested = digest.suspects_of_event(explanation, event["event"])
         if tested:

@@ -128,6 +128,9 @@ def _suspects(console: Console, explanation: Explanation, episode: Episode) -> N
     for row in chosen:
         if row["level"] == "source":
             _source(console, row, explanation.smallest_p.get(episode.speaker))
+            if row is chosen[0] and row["verdict"] != "ranked":
+                steps = digest.strongest(explanation, row)
+                line(console, "      most of it", f"at steps {steps}", label_chars=18)
         else:
             _inside(console, row)
         preview = previews.get(row["name"]) if row["level"] in ("cluster", "sample") else None
