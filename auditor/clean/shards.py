@@ -34,7 +34,7 @@ from auditor.clean.inputs import (
 )
 from auditor.clean.row import DEFAULTS, Cuts, Finding, Findings, Reading, Row
 from auditor.errors import ShardError
-from auditor.files import atomic
+from auditor.files import append, atomic
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class Shard:
             return
         for file in self.files():
             target = out if file == path else out.with_suffix(file.suffix)
-            with file.open("rb") as source, atomic(target) as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+            with atomic(target) as sink:
+                append(file, sink)
 
     def _check(self, reading: Reading) -> None:
         # What the options lack is no fault of the file, and is not skipped.

@@ -200,17 +200,18 @@ def windows_of(
 def _compared(features: Mapping[tuple[str, str], Counts], windows: Windows) -> list[dict[str, Any]]:
     """What :func:`contrast` finds for each source and feature, and whether the loss moved alone."""
     rows: list[dict[str, Any]] = []
+    losses = [one for (_, feature), one in features.items() if feature == "loss"]
+    recent = windows.last(LOSS_HISTORY_STEPS)
+    has_losses = len(losses) > 1 and len(recent.controls) >= MIN_CONTROL_WINDOWS
+    of_all = Counts.summed(losses) if has_losses else None
     for (source, feature), counts in features.items():
         row: dict[str, Any] = {"name": source, "feature": feature}
         if feature != "loss":
             rows.append(row | contrast(counts, windows))
             continue
-        others = Counts.summed(
-            one for (other, what), one in features.items() if what == "loss" and other != source
-        )
-        recent = windows.last(LOSS_HISTORY_STEPS)
-        if others is None or len(recent.controls) < MIN_CONTROL_WINDOWS:
+        if of_all is None:
             continue
+        others = of_all.without(counts)
         difference = counts.beside(others)
         row |= contrast(difference, recent)
         stretch = slice(row["place"], row["place"] + STRETCH_STEPS)

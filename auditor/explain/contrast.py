@@ -9,7 +9,7 @@ Shapes: **S** steps, **W** control windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,15 +56,16 @@ class Counts:
         return self.amount / np.maximum(self.total, 1e-12)
 
     @classmethod
-    def summed(cls, parts: Iterable[Counts]) -> Counts | None:
-        """Of all of them together; None where there are none."""
-        some = list(parts)
-        if not some:
-            return None
+    def summed(cls, parts: Sequence[Counts]) -> Counts:
+        """Of all of them together."""
         amount, total = (
-            np.sum([getattr(one, name) for one in some], axis=0) for name in ("amount", "total")
+            np.sum([getattr(one, name) for one in parts], axis=0) for name in ("amount", "total")
         )
-        return cls(amount, total, some[0].is_share)
+        return cls(amount, total, parts[0].is_share)
+
+    def without(self, part: Counts) -> Counts:
+        """The rest of a whole."""
+        return Counts(self.amount - part.amount, self.total - part.total, self.is_share)
 
     def beside(self, others: Counts) -> Counts:
         """The difference of a mean to that of others, step by step, where both are known."""
