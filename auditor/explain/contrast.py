@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 STRETCH_STEPS: Final = 10
@@ -136,11 +135,10 @@ def contrast(counts: Counts, windows: Windows) -> dict[str, Any]:
     base = counts.mean(usual)
     rate = np.where(np.isnan(rate), base, rate)
     begins = windows.controls
-    scanned = sliding_window_view(rate, n_stretches)[begins]
     best: dict[str, Any] | None = None
     for sign in (1.0, -1.0):
         here = sign * rate[start : end - STRETCH_STEPS + 1]
-        past = (sign * scanned).max(axis=1)
+        past = highest(sign * rate, n_stretches)[begins]
         place = int(np.argmax(here))
         median = float(np.median(past))
         deviation = 1.4826 * float(np.median(np.abs(past - median)))
@@ -229,7 +227,7 @@ def shift_p(counts: Counts, lookback: tuple[int, int], sign: float) -> float:
     n = sums(total, STRETCH_STEPS)
     usual = float(counts.amount[:end].sum()) / max(float(counts.total[:end].sum()), 1e-12)
     rate = np.where(n > 0, sums(amount, STRETCH_STEPS) / np.maximum(n, 1e-12), usual)
-    extremes = sliding_window_view(sign * rate, length - STRETCH_STEPS + 1).max(axis=1)
+    extremes = highest(sign * rate, length - STRETCH_STEPS + 1)
     return float(np.mean(extremes >= extremes[start] - 1e-12))
 
 
@@ -305,3 +303,16 @@ def sums(values: NDArray[np.float64], length: int) -> NDArray[np.float64]:
     """Sums over every run of ``length`` neighbours: [S - length + 1]."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return total[length:] - total[:-length]
+
+
+def highest(values: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+    """The highest of every run of ``length`` neighbours: [S - length + 1].
+
+    From those of one, two, four and so on, so that a long run costs the logarithm of the length.
+    """
+    size = 1
+    while size < length:
+        more = min(size, length - size)
+        values = np.maximum(values[:-more], values[more:])
+        size += more
+    return values

@@ -14,7 +14,7 @@ from scipy import stats
 
 from auditor import schema
 from auditor.explain.attribution import clusters_of, suspects_of
-from auditor.explain.contrast import Counts, benjamini_hochberg, shift_p
+from auditor.explain.contrast import Counts, benjamini_hochberg, highest, shift_p
 from auditor.explain.implicated import implicated_exposures
 from auditor.tables import polars_schema
 
@@ -372,6 +372,13 @@ def test_p_values_of_a_predeclared_test_are_calibrated() -> None:
     for level in (0.01, 0.05, 0.10):
         share = np.mean(np.asarray(values) <= level)
         assert share <= stats.binom.ppf(0.999, n, level) / n, level
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=40), st.data())
+def test_highest_of_neighbours_is_that_of_each_window(values: list[float], data: Any) -> None:
+    length = data.draw(st.integers(1, len(values)))
+    windows = [values[i : i + length] for i in range(len(values) - length + 1)]
+    assert highest(np.array(values), length).tolist() == [max(one) for one in windows]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
