@@ -17,10 +17,11 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import zstandard
@@ -59,6 +60,10 @@ def narrowed(values: np.ndarray) -> np.ndarray:
     return values
 
 
+_SHORT: Final = 512
+"""Bytes of a header up to which it is worth remembering."""
+
+
 def encode(frame: Frame) -> bytes:
     """The frame as bytes, prefix included."""
     columns = {name: narrowed(np.ascontiguousarray(v)) for name, v in frame.columns.items()}
@@ -83,11 +88,11 @@ def _by_significance(values: np.ndarray) -> bytes:
 def _decode(
     payload: bytes, kinds: Collection[str] | None, wanted: Collection[str] | None
 ) -> Frame | None:
-    """The frame with the columns wanted; None where it is of another kind."""
-    payload = zstandard.decompress(payload)
+    """The frame, from its payload in plain, with the columns wanted; None if of another kind."""
     (header_length,) = _HEADER_LENGTH.unpack_from(payload)
     offset = _HEADER_LENGTH.size + header_length
-    header = json.loads(payload[_HEADER_LENGTH.size : offset])
+    text = payload[_HEADER_LENGTH.size : offset]
+    header = (_short_header if header_length <= _SHORT else json.loads)(text)
     if kinds is not None and header["kind"] not in kinds:
         return None
     columns = {}
@@ -97,7 +102,13 @@ def _decode(
             planes = np.frombuffer(payload, np.uint8, size * width, offset).reshape(width, size)
             columns[name] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
         offset += size * width
-    return Frame(header["kind"], header["scalars"], columns, header["strings"])
+    return Frame(header["kind"], dict(header["scalars"]), columns, dict(header["strings"]))
+
+
+@lru_cache(1024)
+def _short_header(text: bytes) -> Any:
+    """Most frames of a ledger have the header of some other, where they carry no strings."""
+    return json.loads(text)
 
 
 class LedgerWriter:
@@ -165,13 +176,29 @@ class LedgerReader:
         self.end = max(start, len(MAGIC))
 
     def __iter__(self) -> Iterator[Frame]:
+        decompressor = zstandard.ZstdDecompressor()
         with self.path.open("rb") as file:
             for length, crc in self._prefixes(file):
                 payload = file.read(length)
                 if len(payload) < length or zlib.crc32(payload) != crc:
                     return
                 self._went_past(length)
-                frame = _decode(payload, self._kinds, self._columns)
+                plain = decompressor.decompress(payload)
+                frame = _decode(plain, self._kinds, self._columns)
+                if frame is not None:
+                    yield frame
+
+    def at(self, starts: Iterable[int]) -> Iterator[Frame]:
+        """The frames that begin at these bytes, as :meth:`starts` or ``end`` told."""
+        decompressor = zstandard.ZstdDecompressor()
+        with self.path.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                length, crc = _PREFIX.unpack(file.read(_PREFIX.size))
+                payload = file.read(length)
+                if zlib.crc32(payload) != crc:
+                    raise RunError("a frame changed while it was read", path=self.path)
+                frame = _decode(decompressor.decompress(payload), self._kinds, self._columns)
                 if frame is not None:
                     yield frame
 

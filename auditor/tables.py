@@ -175,8 +175,7 @@ class ExposureIndex:
             first = stop
 
     def _frames(self, starts: NDArray[np.int64]) -> Iterator[Frame]:
-        for start in starts.tolist():
-            yield next(iter(LedgerReader(self._path, start=start)))
+        return LedgerReader(self._path).at(starts.tolist())
 
 
 def _scores(parts: Sequence[Mapping[str, np.ndarray]]) -> pl.DataFrame:

@@ -7,7 +7,7 @@ samples that were described.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +31,9 @@ _IS_SIMILAR: Final = (similarity(np.arange(256)) >= SIMILAR) & ~_IS_DUPLICATE
 """By number of equal sketch bytes; those of ``UNSCORED`` are looked at nowhere."""
 
 _BATCHES_AT_A_TIME: Final = 1 << 14
+_ROWS_AT_A_TIME: Final = 5_000_000
+"""Sums that are kept before those of several ranks are added up: about 100 bytes each."""
+
 _MOST_GROUPS: Final = 1 << 24
 """Steps times sources up to which sums are kept for all of them, whether they occur or not."""
 
@@ -57,15 +60,17 @@ def composition_of(run: Run) -> pl.DataFrame:
     """
     described = _Described(run)
     gone = rolled_back(run.first_steps())
-    total = pl.DataFrame(schema=_SUMMED)
+    parts = [pl.DataFrame(schema=_SUMMED)]
     for rank, attempt, path in run.ledgers("exposures"):
         place = {"rank": pl.lit(rank, pl.Int32), "attempt": pl.lit(attempt, pl.Int32)}
-        index, parts = run.index(path), [total]
+        index = run.index(path)
         for batches, frames in index.by_batches(_BATCHES_AT_A_TIME):
             consumed = _consumed(frames, batches, index.closed)
             sums = pl.DataFrame(_sums(consumed, described, rank, attempt)).with_columns(**place)
             parts.append(sums.filter(~gone).select(list(_SUMMED)))
-        total = pl.concat(parts).group_by("attempt", "step", "code").agg(pl.all().sum())
+        if sum(map(len, parts)) > _ROWS_AT_A_TIME:
+            parts = [_summed(parts)]
+    total = _summed(parts)
     names = dict(enumerate(described.sources))
     return (
         total.with_columns(
@@ -78,6 +83,10 @@ def composition_of(run: Run) -> pl.DataFrame:
         .sort("step", "attempt", "source")
         .select(list(schema.COMPOSITION))
     )
+
+
+def _summed(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    return pl.concat(parts).group_by("attempt", "step", "code").agg(pl.all().sum())
 
 
 # -- samples ---------------------------------------------------------------------------------
