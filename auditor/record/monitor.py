@@ -360,12 +360,16 @@ class GradeMonitor:
             return None
 
     def _note_sample_loss(self, batches: Sequence[int], sample_loss: Any) -> None:
-        losses = self._told(
-            "sample_loss", lambda: torch.as_tensor(sample_loss).detach().float().cpu().numpy()
-        )
-        if losses is not None:
-            write = functools.partial(self._recorder.write_losses, batches, losses)
-            self._recorder.submit(write, what="losses")
+        def on_its_way() -> Callable[[], np.ndarray]:
+            # A copy: the loop may use its own again before the recorder has read it.
+            losses = torch.as_tensor(sample_loss).detach().to(torch.float32, copy=True)
+            return to_host(losses)
+
+        fetch = self._told("sample_loss", on_its_way)
+        if fetch is not None:
+            self._recorder.submit(
+                lambda: self._recorder.write_losses(batches, fetch()), what="losses"
+            )
 
     def _sample(self, step: int, *, extra: bool) -> None:
         began = time.perf_counter()
