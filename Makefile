@@ -6,7 +6,7 @@ DEMO_FLAGS ?=
 # As many workers as cores; PYTEST_FLAGS="-n 0 --pdb" debugs in one process.
 PYTEST_WORKERS := -n auto --dist worksteal
 
-STACKS := accelerate fabric lightning models mosaic ray transformers torchdata webdataset
+STACKS := accelerate fabric lightning mixes models mosaic ray transformers torchdata webdataset
 
 .SECONDARY:
 .PHONY: demo test test-stacks check format clean
@@ -23,9 +23,9 @@ test-stacks: $(STACKS:%=test-stack-%)
 test-stack-%: .stacks/%/.installed
 	mkdir -p reports/stacks
 	.stacks/$*/bin/python -m pip list --format=freeze 2>/dev/null \
-	  | grep -E "^(torch|accelerate|lightning|transformers|torchdata|webdataset|datasets|mosaicml-streaming|ray)==" \
+	  | grep -E "^(torch|accelerate|lightning|transformers|torchdata|webdataset|datasets|mosaicml-streaming|ray|ai2-olmo-core|litdata|megatron-core|megatron-energon)==" \
 	  > reports/stacks/$*.txt
-	.stacks/$*/bin/python -m pytest -q -W ignore $(PYTEST_FLAGS) tests/stacks/test_$*.py $(wildcard tests/stacks/test_$*_*.py) \
+	.stacks/$*/bin/python -m pytest -q -W ignore $(PYTEST_FLAGS) $(wildcard tests/stacks/test_$*.py tests/stacks/test_$*_*.py) $(MORE_TESTS) \
 	  >> reports/stacks/$*.txt; status=$$?; tail -n 3 reports/stacks/$*.txt; exit $$status
 
 .stacks/%/.installed: pyproject.toml tests/stacks/requirements/%.txt
@@ -35,6 +35,10 @@ test-stack-%: .stacks/%/.installed
 	for file in $(wildcard tests/stacks/requirements/$*.without-dependencies.txt); do \
 	  .stacks/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $$file || exit 1; done
 	touch $@
+
+# The writers of mixes, each read back by the library that it writes for.
+test-stack-mixes test-stack-mosaic: MORE_TESTS := tests/clean/test_mix_formats.py
+test-stack-lightning: MORE_TESTS := tests/test_cli_proposing.py
 
 # Its own requirements ask for a torchvision, for images alone, and for services nobody tests here.
 test-stack-mosaic: export PYTHONPATH := tests/stacks/stand_ins
