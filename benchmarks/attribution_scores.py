@@ -76,7 +76,7 @@ def outcome_of(folder: Path, paired: Path) -> Outcome:
     if top is not None and truth.culprit is not None:
         event = found.events.row(by_predicate=pl.col("event") == top["event"], named=True)
         lag_error = event["onset_high"] - top["lag"] - truth.onset
-        named = strongest_steps(top, found.events, found.composition)
+        named = strongest_steps(top, found.events, *features_of(found.composition))
         batches = float(np.mean([step in truth.planted_steps for step in named]))
     q = sources["q"].min()
     return Outcome(

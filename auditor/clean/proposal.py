@@ -231,9 +231,10 @@ def _kept(seen: pl.DataFrame, blamed: pl.DataFrame) -> NDArray[np.float64]:
     for name, feature in blamed.select("name", "feature").iter_rows():
         row = seen.row(by_predicate=pl.col("source") == name, named=True)
         place = seen["source"].to_list().index(name)
-        # Where nothing tells good rows from bad, all are: the weight falls as far as it may.
-        n_bad = row[CLEANED.get(feature, "n_scored")]
-        kept[place] = min(kept[place], 1.0 - n_bad / max(1, row["n_scored"]))
+        left = 0.0  # where nothing tells good rows from bad, the weight falls as far as it may
+        if feature in CLEANED:
+            left = 1.0 - row[CLEANED[feature]] / max(1, row["n_scored"])
+        kept[place] = min(kept[place], left)
     return kept
 
 

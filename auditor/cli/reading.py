@@ -53,9 +53,9 @@ def report(
       auditor report run/ --implicated samples.jsonl --no-text
       auditor report run/ --batches around.csv
     """
-    if implicated is not None and implicated.suffix not in (".jsonl", ".parquet"):
+    if implicated is not None and implicated.suffix.lower() not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--implicated takes a .jsonl or .parquet file, got {implicated}")
-    if batches is not None and batches.suffix not in (".csv", ".jsonl", ".parquet"):
+    if batches is not None and batches.suffix.lower() not in (".csv", ".jsonl", ".parquet"):
         raise click.UsageError(f"--batches takes a .csv, .jsonl or .parquet file, got {batches}")
     from auditor.run import Run
     from auditor.show.produce import produce, write_batches, write_implicated

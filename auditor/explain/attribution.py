@@ -11,6 +11,7 @@ Association, not causation: a replay with and without the samples is the test of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from auditor.explain.contrast import (
     Windows,
     benjamini_hochberg,
     contrast,
+    has_past,
     lift_of,
     moved_alone,
     share_lift,
@@ -95,13 +97,12 @@ def suspects_of(
         smallest[event["event"]] = smallest_p(windows)
         begin = int(np.searchsorted(steps, steps[windows.last_control] - CLUSTER_STEPS))
         span = int(steps[begin]), int(steps[windows.lookback[1] - 1])
-        is_input_first = input_came_first(episode)
-        healthy = -1 if event["episode"] in jumped else _last_healthy(episode)
+        before = _first_by(episode, is_steady=event["episode"] not in jumped)
         for one in found:
             change = int(steps[one.pop("change")])
             one |= {"event": event["event"], "level": "source"}
             one["lag"] = event["onset_high"] - change
-            one["is_first"] = is_input_first or change <= healthy
+            one["is_first"] = before is not None and change <= before
         _judge(found)
         for one in found:
             place = one.pop("place")
@@ -138,34 +139,34 @@ def features_of(
     """
     latest = composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
     steps, places = np.unique(latest["step"].to_numpy(), return_inverse=True)
+    names, codes = np.unique(latest["source"].to_numpy().astype(str), return_inverse=True)
 
-    def per_step(values: NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-        return np.bincount(places[chosen], values[chosen], len(steps)).astype(np.float64)
+    def sums(values: NDArray[Any]) -> NDArray[np.float64]:
+        """By source and step, f64 [sources, S]."""
+        size = len(names), len(steps)
+        of_all = np.bincount(codes * size[1] + places, values, size[0] * size[1])
+        return of_all.astype(np.float64).reshape(size)
 
     n_samples, scored, n_losses = (
         latest[name].to_numpy() for name in ("n_samples", "n_scored", "n_losses")
     )
+    n, n_scored, n_with_loss = sums(n_samples), sums(scored), sums(n_losses)
     contents = {
-        "duplication": latest["n_duplicate"].to_numpy(),
-        "similarity": latest["n_similar"].to_numpy(),
-        "repetition": latest["repetition"].fill_null(0.0).to_numpy() * scored,
+        "duplication": sums(latest["n_duplicate"].to_numpy()),
+        "similarity": sums(latest["n_similar"].to_numpy()),
+        "repetition": sums(latest["repetition"].fill_null(0.0).to_numpy() * scored),
     }
-    losses = latest["loss"].fill_null(0.0).to_numpy() * n_losses
-    totals = per_step(n_samples, np.ones(len(places), np.bool_))
-    sources = latest["source"].to_numpy()
+    losses = sums(latest["loss"].fill_null(0.0).to_numpy() * n_losses)
+    totals = n.sum(axis=0)
     features: dict[tuple[str, str], Counts] = {}
-    for source in sorted(set(sources)):
-        own = sources == source
-        n, n_scored = per_step(n_samples, own), per_step(scored, own)
-        features[source, "share"] = Counts(n, totals)
-        if n_scored.sum():
-            for feature, counts in contents.items():
-                values = per_step(counts, own)
-                filled = values + values.sum() / n_scored.sum() * (n - n_scored)
-                features[source, feature] = Counts(filled, totals)
-        if n_losses[own].sum():
-            loss = Counts(per_step(losses, own), per_step(n_losses, own), is_share=False)
-            features[source, "loss"] = loss
+    for i, source in enumerate(names.tolist()):
+        features[source, "share"] = Counts(n[i], totals)
+        if n_scored[i].any():
+            for feature, values in contents.items():
+                usual = values[i].sum() / n_scored[i].sum()
+                features[source, feature] = Counts(values[i] + usual * (n[i] - n_scored[i]), totals)
+        if n_with_loss[i].any():
+            features[source, "loss"] = Counts(losses[i], n_with_loss[i], is_share=False)
     return steps, features
 
 
@@ -212,14 +213,17 @@ def _compared(features: Mapping[tuple[str, str], Counts], windows: Windows) -> l
         if of_all is None:
             continue
         others = of_all.without(counts)
+        if not has_past(counts, others, recent):
+            continue
         difference = counts.beside(others)
         row |= contrast(difference, recent)
         stretch = slice(row["place"], row["place"] + STRETCH_STEPS)
         moved = difference.mean(stretch) - difference.mean(recent.usual)
         row |= lift_of(counts, stretch, recent.last(LOOKBACK_STEPS).usual)
         # Where the others moved and this one stayed, nothing happened to this one.
-        row["z"] *= float(np.clip((row["exposure"] - row["control"]) / (moved or 1.0), 0.0, 1.0))
-        row["is_alone"] = moved_alone(counts, others, recent, row["change"], row["control"])
+        way = row["exposure"] - row["control"]
+        row["z"] *= float(np.clip(way / (moved or 1.0), 0.0, 1.0))
+        row["is_alone"] = moved_alone(counts, others, row["change"], way)
         rows.append(row)
     for row, q in zip(rows, benjamini_hochberg([row["p"] for row in rows]), strict=True):
         row["q"] = q
@@ -230,6 +234,17 @@ def blamed_sources(suspects: pl.DataFrame) -> pl.DataFrame:
     """The sources that are blamed: earliest event first, and there the most evidence first."""
     return suspects.filter((pl.col("level") == "source") & (pl.col("verdict") == "blamed")).sort(
         "event", pl.col("z").abs(), descending=[False, True], maintain_order=True
+    )
+
+
+def standing_out_before(suspects: pl.DataFrame) -> pl.DataFrame:
+    """Sources not blamed whose content stands out before an event: earliest event first."""
+    return suspects.filter(
+        (pl.col("level") == "source")
+        & (pl.col("verdict") == "coincident")
+        & (pl.col("feature") != "share")
+        & ((pl.col("z") > 0) | (pl.col("feature") == "loss"))
+        & (pl.col("lag") >= 0)
     )
 
 
@@ -246,13 +261,19 @@ def input_came_first(episode: pl.DataFrame) -> bool:
     return bool(first_model is None or first_input < first_model)  # type: ignore[operator]
 
 
-def _last_healthy(episode: pl.DataFrame) -> int:
-    """The last step at which the model was healthy, of an episode in which it was harmed; else -1.
+def _first_by(episode: pl.DataFrame, *, is_steady: bool) -> float | None:
+    """The step by which a change has to be there to have come before the harm; None: no telling.
 
-    What changed by then was there before the harm, whether the input's diversity shows it or not.
+    Where the input went poor first, by the first bad sample of the model, if it followed at all.
+    Else by the last sample at which the model was healthy, where the learning rate was steady:
+    what changed by then was there before the harm, whether the input's diversity shows it or not.
     """
-    low = episode.filter(pl.col("kind").is_in(MODEL_SIDE))["onset_low"].min()
-    return -1 if low is None else int(low)  # type: ignore[arg-type]
+    harm = episode.filter(pl.col("kind").is_in(MODEL_SIDE))
+    if input_came_first(episode):
+        return math.inf if harm.is_empty() else float(harm["onset_high"].min())  # type: ignore[arg-type]
+    if harm.is_empty() or not is_steady:
+        return None
+    return float(harm["onset_low"].min())  # type: ignore[arg-type]
 
 
 def _judge(found: Sequence[dict[str, Any]]) -> None:
@@ -299,7 +320,7 @@ def marked(row: Mapping[str, Any]) -> pl.Expr:
 
 def what_rose(row: Mapping[str, Any]) -> str:
     """What a row of ``schema.SUSPECTS`` that blames a source says, as a clause."""
-    name, feature = row["name"], row["feature"]
+    name, feature = row["name"] or '""', row["feature"]
     if feature == "loss":
         verb = "rose" if row["z"] > 0 else "fell"
         return (

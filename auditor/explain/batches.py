@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import polars as pl
 
 from auditor import schema
@@ -22,8 +23,6 @@ def batches_around(explanation: Explanation, n_steps: int = AROUND_STEPS) -> pl.
     tested.
     """
     columns = polars_schema(schema.BATCHES)
-    if explanation.composition.is_empty():
-        return pl.DataFrame(schema=columns)
     steps = _per_step(explanation)
     places, features = features_of(explanation.composition)
     sources = explanation.suspects.filter(pl.col("level") == "source")
@@ -41,11 +40,18 @@ def batches_around(explanation: Explanation, n_steps: int = AROUND_STEPS) -> pl.
         )
         first = sources.filter(pl.col("event") == event["event"]).head(1)
         for row in first.iter_rows(named=True):
-            rates = features[row["name"], row["feature"]].rates
-            strongest = strongest_steps(row, explanation.events, explanation.composition)
+            counts = features[row["name"], row["feature"]]
+            rates = np.where(counts.total > 0, counts.rates, np.nan)
+            strongest = strongest_steps(row, explanation.events, places, features)
             near = (
                 near.drop("exposure", "place")
-                .join(pl.DataFrame({"step": places, "exposure": rates}), on="step", how="left")
+                .join(
+                    pl.DataFrame({"step": places, "exposure": rates}).with_columns(
+                        pl.col("exposure").fill_nan(None)
+                    ),
+                    on="step",
+                    how="left",
+                )
                 .join(
                     pl.DataFrame(
                         {"step": strongest, "place": range(1, len(strongest) + 1)},
@@ -77,7 +83,8 @@ def _per_step(explanation: Explanation) -> pl.DataFrame:
         largest_share=pl.col("n_samples").max() / pl.col("n_samples").sum(),
     )
     signals = explanation.signals.filter(
-        pl.col("signal").is_in(["loss", "grad_norm", "lr"]) & (pl.col("rank") == 0)
+        pl.col("signal").is_in(["loss", "grad_norm", "lr"])
+        & (pl.col("rank") == pl.col("rank").min())
     )
     wide = {
         name: signals.filter(pl.col("signal") == name)
@@ -86,6 +93,9 @@ def _per_step(explanation: Explanation) -> pl.DataFrame:
         for name in ("loss", "grad_norm", "lr")
     }
     grades = explanation.grades.group_by("step").agg(pl.col("grade").sort_by("attempt").last())
-    for frame in (*wide.values(), grades):
-        consumed = consumed.join(frame, on="step", how="left")
-    return consumed.sort("step")
+    # A run that was imported from a log has signals and no exposures.
+    steps = pl.concat([consumed.select("step"), *(one.select("step") for one in wide.values())])
+    told = steps.unique().sort("step")
+    for frame in (consumed, *wide.values(), grades):
+        told = told.join(frame, on="step", how="left")
+    return told

@@ -27,9 +27,8 @@ PART_OF_A_LOSS: Final = 0.25
 while the model learns what is new."""
 
 AT_ONCE_STEPS: Final = 3
-ALONE_DEVIATIONS: Final = 4.0
-"""A loss moved in one source alone when that of the others, over so many steps from then on, lies
-within so many robust deviations of its past."""
+ALONE_SHARE: Final = 0.10
+"""A loss moved in one source alone when that of the others moved by less than this part of it."""
 
 LEAST_LOSS_DEVIATION: Final = 0.01
 """Nats: below, differences of mean losses are not told from none."""
@@ -185,25 +184,28 @@ def _change(counts: Counts, start: int, place: int, sign: float, line: float) ->
     return start + int(np.argmin(summed[:-1]))
 
 
-def moved_alone(own: Counts, others: Counts, windows: Windows, change: int, usual: float) -> bool:
-    """Whether a loss, ``usual`` before, moved at once in one source and in the others not yet.
+def has_past(own: Counts, others: Counts, windows: Windows) -> bool:
+    """Whether losses of a source and of others were recorded at enough of the control steps."""
+    usual = windows.usual
+    return all(int((one.total[usual] > 0).sum()) >= 2 * STRETCH_STEPS for one in (own, others))
 
-    What harms the model raises the loss of all it reads; a source that turned bad changes its own,
-    in the very batch that brought it. Half of the way is passed at once.
+
+def moved_alone(own: Counts, others: Counts, change: int, way: float) -> bool:
+    """Whether a loss moved by most of ``way`` at once in one source, and in the others not yet.
+
+    What harms the model raises the loss of all it reads, and what drifts takes its time; a source
+    that turned bad changes its own loss, in the very batch that brought it. At once: half of the
+    way from the last ``STRETCH_STEPS`` recorded steps before to the first ``AT_ONCE_STEPS`` after.
     """
-    now = slice(change, change + AT_ONCE_STEPS)
-    way = own.mean(slice(change, change + STRETCH_STEPS)) - usual
-    if not others.total[now].sum() or (own.mean(now) - usual) * np.sign(way) < 0.5 * abs(way):
+    both = np.flatnonzero((own.total > 0) & (others.total > 0))
+    first = int(np.searchsorted(both, change))
+    before, now = both[max(0, first - STRETCH_STEPS) : first], both[first : first + AT_ONCE_STEPS]
+    if not len(before) or not len(now):
         return False
-    n = len(windows.is_control)
-    total = sums(others.total[:n], AT_ONCE_STEPS)
-    past = sums(others.amount[:n], AT_ONCE_STEPS) / np.maximum(total, 1e-12)
-    # The loss of a healthy run falls: its last steps are what is usual.
-    recent = past[total > 0][-4 * STRETCH_STEPS :]
-    median = float(np.median(recent))
-    deviation = 1.4826 * float(np.median(np.abs(recent - median)))
-    moved = (others.mean(now) - median) * np.sign(way)
-    return bool(moved < ALONE_DEVIATIONS * max(deviation, LEAST_LOSS_DEVIATION))
+    sign = math.copysign(1.0, way)
+    moved = sign * (own.mean(now) - own.mean(before))
+    of_others = sign * (others.mean(now) - others.mean(before))
+    return moved >= 0.5 * abs(way) and of_others < ALONE_SHARE * moved
 
 
 def smallest_p(windows: Windows) -> float:

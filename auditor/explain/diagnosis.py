@@ -7,7 +7,12 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import blamed_sources, what_rose
+from auditor.explain.attribution import (
+    MODEL_SIDE,
+    blamed_sources,
+    standing_out_before,
+    what_rose,
+)
 from auditor.explain.explanation import Diagnosis
 
 LR_JUMP: Final = 2.0
@@ -34,25 +39,30 @@ def diagnose(
     diagnoses = {}
     for (_,), episode in events.group_by("episode", maintain_order=True):
         numbers = episode["event"].to_list()
-        blamed = blamed_sources(suspects.filter(pl.col("event").is_in(numbers)))
-        found = _of_episode(episode, blamed, signals)
+        found = _of_episode(episode, suspects.filter(pl.col("event").is_in(numbers)), signals)
         diagnoses.update(dict.fromkeys(numbers, found))
     return diagnoses
 
 
-def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFrame) -> Diagnosis:
+def _of_episode(episode: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame) -> Diagnosis:
+    blamed = blamed_sources(suspects)
     kinds = set(episode["kind"])
     low = int(episode["onset_low"].min())  # type: ignore[arg-type]
     high = int(episode["onset_high"].min())  # type: ignore[arg-type]
     jump = _learning_rate_jump(signals, low, high)
     if not blamed.is_empty():
         # The earliest event of the episode speaks: later lookbacks hold the fault for longer.
-        return _data(blamed.row(0, named=True), jump)
+        return _data(blamed.row(0, named=True), jump, is_harmed=not kinds.isdisjoint(MODEL_SIDE))
     if jump is not None:
+        rose = standing_out_before(suspects)
+        beside = (
+            "and no source, duplicate or repetition stands out before it"
+            if rose.is_empty()
+            else f"and {what_rose(rose.row(0, named=True))}: nothing tells which of them did it"
+        )
         return Diagnosis(
             "optimizer",
-            f"the learning rate rose {jump:.1f} times at the onset, and no source, duplicate or "
-            "repetition stands out before it",
+            f"the learning rate rose {jump:.1f} times at the onset, {beside}",
             "Lower the peak or smooth the schedule; roll back to a checkpoint before the onset if "
             "the grade has not recovered.",
         )
@@ -89,15 +99,21 @@ def _of_episode(episode: pl.DataFrame, blamed: pl.DataFrame, signals: pl.DataFra
     )
 
 
-def _data(row: dict[str, Any], jump: float | None) -> Diagnosis:
+def _data(row: dict[str, Any], jump: float | None, *, is_harmed: bool) -> Diagnosis:
     reason = what_rose(row)
-    if row["feature"] != "loss" or row["z"] < 0:
+    if not is_harmed:
+        reason += "; the model did not follow"
+    elif row["feature"] != "loss" or row["z"] < 0:
         reason += ", before the model was harmed"
     if jump is not None:
         reason += f"; the learning rate also rose {jump:.1f} times, which may share the blame"
+    is_repeated = row["feature"] in ("duplication", "repetition")
+    if not is_harmed:
+        first = "Deduplicate" if is_repeated else "Look at its samples"
+        return Diagnosis("data", reason, f"{first} before more of them come.")
     remedy = (
         "deduplicate, roll back to a checkpoint before the onset and train on the cleaned shards."
-        if row["feature"] in ("duplication", "repetition")
+        if is_repeated
         else "look at its samples, roll back to a checkpoint before the onset and train without "
         "them or with less of them."
     )
@@ -106,7 +122,8 @@ def _data(row: dict[str, Any], jump: float | None) -> Diagnosis:
 
 def _learning_rate_jump(signals: pl.DataFrame, low: int, high: int) -> float | None:
     """How many times the learning rate rose around the onset, where it did."""
-    rates = signals.filter(pl.col("signal") == "lr").group_by("step").agg(pl.col("value").last())
+    known = signals.filter((pl.col("signal") == "lr") & pl.col("value").is_finite())
+    rates = known.group_by("step").agg(pl.col("value").last())
     before = rates.filter(
         pl.col("step").is_between(
             low - LR_LOOKBACK_STEPS - LR_HISTORY_STEPS, low - LR_LOOKBACK_STEPS

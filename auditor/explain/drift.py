@@ -38,8 +38,8 @@ DRIFT_DEVIATIONS: Final = 8.0
 vary more than chance."""
 
 CLUMPED: Final = 3.0
-"""Variance of the counts over that of draws (index of dispersion) from which an order is clumped,
-in two windows running."""
+"""Times that the variance of the counts over that of draws (index of dispersion) must be what is
+usual in the run, or by chance, for an order to be clumped; in two windows running."""
 
 _SAME_STEPS: Final = 5
 
@@ -65,11 +65,11 @@ def drifts_of(composition: pl.DataFrame) -> pl.DataFrame:
 def _repeats(composition: pl.DataFrame, steps: NDArray[np.int64]) -> Counts:
     latest = composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
     place = np.searchsorted(steps, latest["step"].to_numpy())
-    n, distinct = (
+    n, distinct, scored = (
         np.bincount(place, latest[name].to_numpy(), len(steps)).astype(np.float64)
-        for name in ("n_samples", "n_distinct")
+        for name in ("n_samples", "n_distinct", "n_scored")
     )
-    return Counts(n - distinct, n)
+    return Counts(n - distinct, scored)  # what was not scored counts as distinct
 
 
 def _changes(
@@ -88,13 +88,16 @@ def _changes(
     variance = chance * (1.0 - chance) * (1.0 / total[:-w] + 1.0 / total[w:])
     dispersion = max(1.0, float(np.median(_dispersion(counts))))
     z = (after - before) / np.sqrt(variance * dispersion)
-    strength = np.where(np.abs(after - before) >= DRIFT_SHARE, np.abs(z), 0.0)
+    # Where little is known of a window, as of repeats that were not scored, nothing is told.
+    known = np.minimum(total[:-w], total[w:]) >= 0.25 * np.median(total)
+    strength = np.where(known & (np.abs(after - before) >= DRIFT_SHARE), np.abs(z), 0.0)
     while strength.max(initial=0.0) >= DRIFT_DEVIATIONS:
         i = int(np.argmax(strength))
+        place = _turn(counts, slice(i, i + 2 * w), float(before[i]), float(after[i]))
         yield {
             "kind": kind,
             "source": source,
-            "onset": int(steps[i + w]),
+            "onset": int(steps[place]),
             "end": None,
             "before": float(before[i]),
             "after": float(after[i]),
@@ -103,10 +106,18 @@ def _changes(
         strength[max(0, i - w) : i + w + 1] = 0.0
 
 
+def _turn(counts: Counts, within: slice, before: float, after: float) -> int:
+    """The place from which the share is nearer to what it was after (a cumulative sum)."""
+    middle = 0.5 * (before + after)
+    beyond = counts.amount[within] - middle * counts.total[within]
+    summed = np.cumsum(beyond if after > before else -beyond)
+    return within.start + int(np.argmin(np.concatenate([[0.0], summed[:-1]])))
+
+
 def _clumps(source: str, counts: Counts, steps: NDArray[np.int64]) -> Iterator[dict[str, Any]]:
     """Stretches of windows in which a source's counts are clumped."""
     dispersion = _dispersion(counts)
-    clumped = dispersion >= CLUMPED
+    clumped = dispersion >= CLUMPED * max(1.0, float(np.median(dispersion)))
     clumped &= np.append(clumped[1:], False) | np.append([False], clumped[:-1])
     bounds = np.flatnonzero(np.diff(np.concatenate([[0], clumped.view(np.int8), [0]])))
     usual = float(np.median(dispersion[~clumped])) if (~clumped).any() else 1.0
@@ -170,7 +181,7 @@ def sentences_of(drifts: pl.DataFrame) -> list[str]:
             until = "" if row["end"] is None else f" to {row['end']}"
             factor = row["after"] / max(1.0, row["before"])
             sentences.append(
-                f"From step {row['onset']}{until} {row['source']} came in clumps: the counts of a "
-                f"batch varied {factor:.0f} times as much as those of draws."
+                f"From step {row['onset']}{until} {row['source']} came in clumps: its number in a "
+                f"batch varied {factor:.0f} times as much as before, or as by chance."
             )
     return sentences

@@ -7,7 +7,12 @@ import contextlib
 import numpy as np
 import polars as pl
 
-from auditor.explain.attribution import blamed_sources, suspects_of, what_rose
+from auditor.explain.attribution import (
+    blamed_sources,
+    standing_out_before,
+    suspects_of,
+    what_rose,
+)
 from auditor.explain.composition import composition_of
 from auditor.explain.diagnosis import diagnose, jumped
 from auditor.explain.drift import drifts_of, sentences_of
@@ -86,6 +91,17 @@ def _verdict(
             return (
                 f"{counted}; no exposures were recorded, so data can be neither blamed nor cleared."
             )
+        if suspects.is_empty():
+            return (
+                f"{counted}, not tested: too little history before the onset to compare the data "
+                "with. Data can be neither blamed nor cleared."
+            )
+        content = standing_out_before(suspects)
+        if len(content):
+            return (
+                f"{counted}; no source is blamed: {what_rose(content.row(0, named=True))}, but "
+                "nothing tells that this came before the harm, or it came beside another cause."
+            )
         stood_out = suspects.filter(pl.col("verdict") == "coincident")
         mixed = stood_out.filter((pl.col("feature") == "share") & (pl.col("z") > 0))
         mixed = mixed.filter(pl.col("lag") >= 0)
@@ -93,17 +109,13 @@ def _verdict(
             row = mixed.row(0, named=True)
             since = int(events.row(row["event"], named=True)["onset_high"]) - row["lag"]
             return (
-                f"{counted}; nothing about the content stands out, but the mix had changed: "
-                f"{row['name']} rose from {row['control']:.0%} to {row['exposure']:.0%} of it at "
-                f"step {since}, {row['lag']} steps before. A change of the mix can move these "
-                "signals by itself."
+                f"{counted}; no source is blamed, but the mix had changed: {row['name']} rose from "
+                f"{row['control']:.0%} to {row['exposure']:.0%} of it at step {since}, "
+                f"{row['lag']} steps before. A change of the mix can move these signals by itself."
             )
         if len(stood_out):
             names = ", ".join(stood_out["name"].unique().sort())
-            return (
-                f"{counted}; no data cause found: {names} changed about then, but not in "
-                "content, or not before the model did."
-            )
+            return f"{counted}; no data cause found: {names} changed about then, but not before."
         return f"{counted}; no data cause found: no source stood out before the onset."
     row = blamed.row(0, named=True)
     event = events.row(row["event"], named=True)

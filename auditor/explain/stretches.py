@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from auditor.explain.attribution import (
     LOOKBACK_STEPS,
@@ -16,7 +17,7 @@ from auditor.explain.attribution import (
     features_of,
     windows_of,
 )
-from auditor.explain.contrast import STRETCH_STEPS
+from auditor.explain.contrast import STRETCH_STEPS, Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,17 @@ def blamed_stretches(
 
 
 def strongest_steps(
-    row: Mapping[str, Any], events: pl.DataFrame, composition: pl.DataFrame, n: int = 5
+    row: Mapping[str, Any],
+    events: pl.DataFrame,
+    steps: NDArray[np.int64],
+    features: Mapping[tuple[str, str], Counts],
+    n: int = 5,
 ) -> list[int]:
     """The steps of an event's lookback that hold most of what a row of ``schema.SUSPECTS`` names.
 
-    Most first, of equal ones the earliest; of a feature that fell, least first.
+    Most first, of equal ones the earliest; of a feature that fell, least first. ``steps`` and
+    ``features`` are those of ``features_of``.
     """
-    steps, features = features_of(composition)
     event = events.row(by_predicate=pl.col("event") == row["event"], named=True)
     windows = windows_of(event, events, steps)
     counts = features.get((row["name"], row["feature"]))

@@ -10,6 +10,7 @@ from typing import Any, Final
 import polars as pl
 
 from auditor.clean.proposal import Proposal
+from auditor.explain.attribution import features_of
 from auditor.explain.drift import sentences_of
 from auditor.explain.explanation import Diagnosis, Explanation
 from auditor.explain.stretches import strongest_steps
@@ -127,7 +128,7 @@ def blaming(explanation: Explanation) -> list[dict[str, Any]]:
 
 def strongest(explanation: Explanation, row: Mapping[str, Any]) -> str:
     """The steps of the lookback that held most of what a source stands out for."""
-    steps = strongest_steps(row, explanation.events, explanation.composition)
+    steps = strongest_steps(row, explanation.events, *features_of(explanation.composition))
     return ", ".join(map(str, steps))
 
 

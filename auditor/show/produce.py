@@ -74,9 +74,10 @@ def write_batches(explanation: Explanation, path: Path) -> int:
 
 def _write(frame: pl.DataFrame, path: Path) -> None:
     with atomic(path) as file:
-        if path.suffix == ".parquet":
+        kind = path.suffix.lower()
+        if kind == ".parquet":
             frame.write_parquet(file)
-        elif path.suffix == ".csv":
+        elif kind == ".csv":
             frame.write_csv(file)
         else:
             frame.write_ndjson(file)
