@@ -139,7 +139,8 @@ def features_of(
     """
     latest = composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
     steps, places = np.unique(latest["step"].to_numpy(), return_inverse=True)
-    names, codes = np.unique(latest["source"].to_numpy().astype(str), return_inverse=True)
+    names = latest["source"].unique().sort().to_list()
+    codes = latest["source"].rank("dense").cast(pl.Int64).to_numpy() - 1
 
     def sums(values: NDArray[Any]) -> NDArray[np.float64]:
         """By source and step, f64 [sources, S]."""
@@ -159,7 +160,7 @@ def features_of(
     losses = sums(latest["loss"].fill_null(0.0).to_numpy() * n_losses)
     totals = n.sum(axis=0)
     features: dict[tuple[str, str], Counts] = {}
-    for i, source in enumerate(names.tolist()):
+    for i, source in enumerate(names):
         features[source, "share"] = Counts(n[i], totals)
         if n_scored[i].any():
             for feature, values in contents.items():

@@ -40,7 +40,9 @@ def batches_around(explanation: Explanation, n_steps: int = AROUND_STEPS) -> pl.
         )
         first = sources.filter(pl.col("event") == event["event"]).head(1)
         for row in first.iter_rows(named=True):
-            counts = features[row["name"], row["feature"]]
+            counts = features.get((row["name"], row["feature"]))
+            if counts is None:
+                continue
             rates = np.where(counts.total > 0, counts.rates, np.nan)
             strongest = strongest_steps(row, explanation.events, places, features)
             near = (

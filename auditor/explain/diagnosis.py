@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from auditor.explain.attribution import (
+    INPUT_SIDE,
     MODEL_SIDE,
     blamed_sources,
     standing_out_before,
@@ -24,12 +25,21 @@ LR_LOOKBACK_STEPS: Final = 10
 
 def jumped(events: pl.DataFrame, signals: pl.DataFrame) -> set[int]:
     """The episodes at whose onset the learning rate rose ``LR_JUMP`` times or more."""
-    onsets = events.group_by("episode").agg(pl.col("onset_low", "onset_high").min())
     return {
-        episode
-        for episode, low, high in onsets.iter_rows()
-        if _learning_rate_jump(signals, low, high) is not None
+        int(str(number))
+        for (number,), episode in events.group_by("episode")
+        if _learning_rate_jump(signals, *_onset(episode)) is not None
     }
+
+
+def _onset(episode: pl.DataFrame) -> tuple[int, int]:
+    """Last good and first bad step of the first event that is more than a poor input.
+
+    A poor input may have come and gone before, and belong to the episode by its time alone.
+    """
+    harm = episode.filter(~pl.col("kind").is_in(INPUT_SIDE))
+    first = (harm if len(harm) else episode).sort("onset_high", maintain_order=True)
+    return int(first["onset_low"][0]), int(first["onset_high"][0])
 
 
 def diagnose(
@@ -47,9 +57,7 @@ def diagnose(
 def _of_episode(episode: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame) -> Diagnosis:
     blamed = blamed_sources(suspects)
     kinds = set(episode["kind"])
-    low = int(episode["onset_low"].min())  # type: ignore[arg-type]
-    high = int(episode["onset_high"].min())  # type: ignore[arg-type]
-    jump = _learning_rate_jump(signals, low, high)
+    jump = _learning_rate_jump(signals, *_onset(episode))
     if not blamed.is_empty():
         # The earliest event of the episode speaks: later lookbacks hold the fault for longer.
         return _data(blamed.row(0, named=True), jump, is_harmed=not kinds.isdisjoint(MODEL_SIDE))

@@ -79,7 +79,7 @@ def _changes(
     w, n_steps = WINDOW_STEPS, len(steps)
     if n_steps < 2 * w:
         return
-    amount, total = sums(counts.amount, w), np.maximum(sums(counts.total, w), 1e-12)
+    amount, total = sums(counts.amount, w), np.maximum(sums(counts.total, w), 1.0)
     before, after = amount[:-w] / total[:-w], amount[w:] / total[w:]
     pooled = (amount[:-w] + amount[w:]) / (total[:-w] + total[w:])
     # At least one sample's worth of chance, as for a share of zero.
@@ -117,6 +117,8 @@ def _turn(counts: Counts, within: slice, before: float, after: float) -> int:
 def _clumps(source: str, counts: Counts, steps: NDArray[np.int64]) -> Iterator[dict[str, Any]]:
     """Stretches of windows in which a source's counts are clumped."""
     dispersion = _dispersion(counts)
+    if not len(dispersion):
+        return
     clumped = dispersion >= CLUMPED * max(1.0, float(np.median(dispersion)))
     clumped &= np.append(clumped[1:], False) | np.append([False], clumped[:-1])
     bounds = np.flatnonzero(np.diff(np.concatenate([[0], clumped.view(np.int8), [0]])))

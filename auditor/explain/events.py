@@ -346,6 +346,7 @@ def _events(found: _Bad) -> Iterator[dict[str, Any]]:
     if found.alone is not None:
         is_over |= found.alone[bad[1:]] | found.alone[bad[:-1]]
     groups = np.split(bad, np.flatnonzero(is_over) + 1)
+    earliest = 0
     for group in groups:
         first, last = int(group[0]), int(group[-1])
         values = series.values[first : last + 1]
@@ -355,7 +356,9 @@ def _events(found: _Bad) -> Iterator[dict[str, Any]]:
             worst = 0
         trough = first + worst
         before = found.normal[first]
-        onset = _onset(found, first, trough)
+        # Of a level that stays, each spike has its own onset, after what came before it.
+        onset = max(_onset(found, first, trough), earliest)
+        earliest = last + 1
         yield {
             "event": 0,
             "episode": 0,

@@ -110,8 +110,9 @@ def _verdict(
             since = int(events.row(row["event"], named=True)["onset_high"]) - row["lag"]
             return (
                 f"{counted}; no source is blamed, but the mix had changed: {row['name']} rose from "
-                f"{row['control']:.0%} to {row['exposure']:.0%} of it at step {since}, "
-                f"{row['lag']} steps before. A change of the mix can move these signals by itself."
+                f"{row['control']:.0%} to {row['exposure']:.0%} of it by step {since}, "
+                f"{row['lag']} steps before event {row['event']}. A change of the mix can move "
+                "these signals by itself."
             )
         if len(stood_out):
             names = ", ".join(stood_out["name"].unique().sort())

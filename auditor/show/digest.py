@@ -76,17 +76,18 @@ def episodes(explanation: Explanation) -> Iterator[Episode]:
     by_number: dict[int, list[dict[str, Any]]] = {}
     for event in explanation.events.sort("event").iter_rows(named=True):
         by_number.setdefault(event["episode"], []).append(event)
-    blaming = set(
-        explanation.suspects.filter(
-            (pl.col("level") == "source") & (pl.col("verdict") == "blamed")
-        )["event"]
+    sources = explanation.suspects.filter(pl.col("level") == "source")
+    blaming, standing = (
+        set(sources.filter(pl.col("verdict") == verdict)["event"])
+        for verdict in ("blamed", "coincident")
     )
-    tested = set(explanation.suspects["event"])
+    tested = set(sources["event"])
     for number, events in by_number.items():
         numbers = [event["event"] for event in events]
-        speaker = next((n for n in numbers if n in blaming), None)
-        if speaker is None:
-            speaker = next((n for n in numbers if n in tested), None)
+        # The first that has something to say.
+        speaker = next(
+            (n for own in (blaming, standing, tested) for n in numbers if n in own), None
+        )
         found = (explanation.diagnoses.get(n) for n in numbers)
         diagnosis = explanation.diagnoses.get(speaker) if speaker is not None else None
         if diagnosis is None:

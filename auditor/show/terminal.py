@@ -179,7 +179,7 @@ def _inside(console: Console, row: Mapping[str, Any]) -> None:
 
 
 def _exposure(row: Mapping[str, Any]) -> str:
-    of_batch = "" if row["feature"] == "loss" else " of the batch"
+    of_batch = "" if wording.is_loss(row) else " of the batch"
     return (
         f"{wording.exposure(row, 'exposure')}{of_batch} in the strongest {STRETCH_STEPS} steps, "
         f"control {wording.exposure(row, 'control')}; lift {wording.lift(row)}"

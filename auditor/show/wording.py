@@ -58,8 +58,12 @@ def percent(value: float | None) -> str:
 
 def exposure(row: Mapping[str, Any], name: str) -> str:
     """``exposure`` or ``control`` of a row of ``schema.SUSPECTS``: a share, or a loss in nats."""
-    value = row[name]
-    return f"{number(value)} nats" if row["feature"] == "loss" else percent(value)
+    return f"{number(row[name])} nats" if is_loss(row) else percent(row[name])
+
+
+def is_loss(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of a mean loss: that of a source; what is inside of it has a share."""
+    return row["feature"] == "loss" and row["level"] == "source"
 
 
 def chance(value: float | None) -> str:

@@ -188,6 +188,60 @@ def test_losses_that_all_rise_blame_no_source(seed: int) -> None:
     assert blamed(suspects(exposures, spike, event("ratio_fall", 240, 245))) == set()
 
 
+def test_losses_that_drift_or_rise_slowly_blame_no_source() -> None:
+    """Neither is at once: a source that gets harder over a hundred steps, a model that diverges."""
+    spike = event("loss_spike", 249, 250, measured="step")
+    for since, slopes in (
+        (180, {"books": 0.02}),
+        (240, {"books": 0.1, "code": 0.03, "web": 0.03, "wiki": 0.03}),
+    ):
+        rise = pl.lit(0.0)
+        for source, slope in slopes.items():
+            own = slope * (pl.col("step") - since).clip(lower_bound=0)
+            rise = rise + pl.when(pl.col("source") == source).then(own).otherwise(0.0)
+        for seed in range(5):
+            ramp = stream(seed=seed, losses={}).with_columns(loss=pl.col("loss") + rise)
+            assert blamed(suspects(ramp, spike)) == set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_new_source_is_not_blamed_for_a_loss_that_it_never_had(seed: int) -> None:
+    exposures = stream(seed=seed, new="wiki", losses={})
+    assert blamed(suspects(exposures, event("grad_spike", 249, 250, measured="step"))) == set()
+
+
+@pytest.mark.parametrize("every", [2, 4, 5])
+def test_losses_of_some_steps_only_are_enough(every: int) -> None:
+    exposures = stream(seed=1, losses={"books": 2.0}).with_columns(
+        loss=pl.when(pl.col("step") % every == 0).then("loss")
+    )
+    spike = event("loss_spike", 239, 240, measured="step")
+    assert blamed(suspects(exposures, spike)) == {("books", "loss")}
+
+
+def test_losses_that_begin_shortly_before_an_event_are_not_compared() -> None:
+    for begin in (200, 225, 238, 240):
+        exposures = stream(seed=1, losses={"books": 2.0}).with_columns(
+            loss=pl.when(pl.col("step") >= begin).then("loss")
+        )
+        found = suspects(exposures, event("loss_spike", 239, 240, measured="step"))
+        assert "loss" not in set(found["feature"])
+
+
+def test_what_changed_after_the_harm_is_not_blamed_for_its_end() -> None:
+    exposures = stream(seed=0, burst="books", onset=240, steps=400)
+    late = (pl.col("source") == "code") & (pl.col("step") >= 330)
+    exposures = exposures.with_columns(
+        duplication=pl.when(late)
+        .then(1.0)
+        .when((pl.col("source") == "books") & (pl.col("step") > 270))
+        .then(0.0)
+        .otherwise("duplication")
+    )
+    found = suspects(exposures, *INPUT_THEN_MODEL, event("probe_loss_rise", 335, 340))
+    assert blamed(found) == {("books", "duplication")}
+
+
 def test_samples_that_became_easy_are_blamed_only_where_the_input_went_poor() -> None:
     exposures = stream(seed=0, losses={"books": -1.5}, decoy="web")
     assert blamed(suspects(exposures, *INPUT_THEN_MODEL)) == {("books", "loss")}

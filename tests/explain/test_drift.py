@@ -97,6 +97,25 @@ def test_an_order_in_clumps_is_told_from_a_shuffle() -> None:
     assert "came in clumps" in " ".join(sentences_of(found))
 
 
+@pytest.mark.parametrize("onset", [30, 575])
+def test_a_change_near_an_end_is_told_at_its_step(onset: int) -> None:
+    mixes = constant(600)
+    mixes[onset:] = (0.1, 0.3, 0.2, 0.4)
+    found = drifts_of(composition(mixes)).filter(pl.col("source") == "books")
+    assert [abs(step - onset) <= 2 for step in found["onset"]] == [True]
+
+
+def test_steps_that_were_not_scored_are_no_drift_of_repeats() -> None:
+    table = composition(constant(400), seen_from=0)
+    gap = pl.col("step").is_between(200, 280)
+    table = table.with_columns(
+        n_scored=pl.when(gap).then(0).otherwise("n_scored"),
+        n_distinct=pl.when(gap).then("n_samples").otherwise("n_distinct"),
+    )
+    assert drifts_of(table).is_empty()
+    assert drifts_of(table.with_columns(n_scored=0, n_distinct="n_samples")).is_empty()
+
+
 def test_short_and_empty_runs_have_none() -> None:
     assert drifts_of(pl.DataFrame(schema=polars_schema(schema.COMPOSITION))).is_empty()
     assert drifts_of(composition(constant(30))).is_empty()
