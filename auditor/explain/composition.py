@@ -31,7 +31,7 @@ _IS_SIMILAR: Final = (similarity(np.arange(256)) >= SIMILAR) & ~_IS_DUPLICATE
 """By number of equal sketch bytes; those of ``UNSCORED`` are looked at nowhere."""
 
 _BATCHES_AT_A_TIME: Final = 1 << 14
-_ROWS_AT_A_TIME: Final = 5_000_000
+_ROWS_AT_A_TIME: Final = 3_000_000
 """Sums that are kept before those of several ranks are added up: about 100 bytes each."""
 
 _MOST_GROUPS: Final = 1 << 24
