@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from attribution_scores import BASELINES, Outcome, median_of, outcome_of, proportion
 from attribution_trainings import DATA_FAULTS, OTHERS, folder_of, record
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from side_by_side import processes, train
 
 FIRST_SEED = 100
 SEEDS_OF_FAULTS, SEEDS_OF_OTHERS = 5, 3
@@ -60,7 +58,7 @@ def main() -> int:
     if arguments.regenerate:
         for key in trained:
             shutil.rmtree(_folder(arguments, key), ignore_errors=True)
-    _train(trained, arguments)
+    train(record, [(arguments.runs, *key, arguments.corpus) for key in trained], arguments.jobs)
     outcomes = _score(keys, arguments)
     if arguments.json:
         print(json.dumps([_as_json(one) for one in outcomes]))
@@ -85,27 +83,8 @@ def _folder(arguments: argparse.Namespace, key: Key) -> Path:
     return folder_of(arguments.runs, *key, arguments.corpus is not None)
 
 
-def _train(keys: Sequence[Key], arguments: argparse.Namespace) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with (
-        Progress(*columns, console=Console(stderr=True)) as progress,
-        ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool,
-    ):
-        bar = progress.add_task("trainings", total=len(keys))
-        futures = [pool.submit(record, arguments.runs, *key, arguments.corpus) for key in keys]
-        for future in as_completed(futures):
-            future.result()
-            progress.advance(bar)
-
-
 def _score(keys: Sequence[Key], arguments: argparse.Namespace) -> list[Outcome]:
-    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+    with processes(arguments.jobs) as pool:
         futures = [
             pool.submit(
                 outcome_of, _folder(arguments, key), _folder(arguments, ("constant", key[1]))

@@ -17,7 +17,6 @@ from auditor.explain.attribution import LOOKBACK_STEPS, features_of
 from auditor.explain.contrast import shift_p
 from auditor.explain.explanation import Explanation
 from auditor.explain.pipeline import explain
-from auditor.explain.stretches import strongest_steps
 from auditor.run import Run
 
 MOVED_RATIO: Final = 0.10
@@ -76,7 +75,7 @@ def outcome_of(folder: Path, paired: Path) -> Outcome:
     if top is not None and truth.culprit is not None:
         event = found.events.row(by_predicate=pl.col("event") == top["event"], named=True)
         lag_error = event["onset_high"] - top["lag"] - truth.onset
-        named = strongest_steps(top, found.events, *features_of(found.composition))
+        named = found.strongest[top["event"]]
         batches = float(np.mean([step in truth.planted_steps for step in named]))
     q = sources["q"].min()
     return Outcome(

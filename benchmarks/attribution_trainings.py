@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from auditor import AuditedSampler, GradeMonitor
-from auditor.demo.corpus import BATCH_SAMPLES, WINDOW_BYTES, encode, text_of
+from auditor.demo.corpus import BATCH_SAMPLES, WINDOW_BYTES, encode, text_of, windows_of
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
 
 VERSION: Final = 1
@@ -134,15 +134,7 @@ def _corpus(seed: int, folder: Path | None) -> _Corpus:
     names = draws.permutation(PACKAGED if folder is None else HELD_OUT)[: len(SHARES)]
     rows, probe = {}, []
     for place, name in enumerate(names.tolist()):
-        passages = _passages(name, folder)
-        windows = list(
-            dict.fromkeys(
-                text
-                for passage in passages
-                for start in range(0, len(passage) - WINDOW_BYTES + 1, WINDOW_BYTES)
-                for text in [passage[start : start + WINDOW_BYTES].decode("utf-8", "ignore")]
-            )
-        )
+        windows = windows_of(_passages(name, folder))
         order = np.random.default_rng([seed, 2, place]).permutation(len(windows))
         shuffled = [windows[n] for n in order[:8000]]
         probe += [encode(text) for text in shuffled[:PROBE_ROWS]]
@@ -309,18 +301,7 @@ def _loader(batches: Sequence[Sequence[dict[str, Any]]]) -> DataLoader:
     rows = [row for batch in batches for row in batch]
     ends = np.cumsum([len(batch) for batch in batches]).tolist()
     places = [list(range(end - len(batch), end)) for batch, end in zip(batches, ends, strict=True)]
-    return DataLoader(_Rows(rows), batch_sampler=_Batches(places), collate_fn=_collate)
-
-
-class _Batches:
-    def __init__(self, places: list[list[int]]) -> None:
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._places)
+    return DataLoader(_Rows(rows), batch_sampler=places, collate_fn=_collate)
 
 
 def _collate(rows: Sequence[Mapping[str, Any]]) -> Tensor:

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -37,8 +34,8 @@ from detection_trainings import (
     record,
 )
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from side_by_side import train
 
 Key = tuple[str, int]
 Runs = Mapping[Key, Training]
@@ -83,31 +80,13 @@ def main() -> int:
     arguments = parser.parse_args()
     plan = Plan(arguments.quick)
     begun = time.monotonic()
-    _train(plan, arguments.runs, arguments.jobs)
+    calls = [(arguments.runs, *key, plan.steps, EVERY) for key in plan.all]
+    train(record, calls, arguments.jobs)
     runs = {key: load(path_of(arguments.runs, *key, plan.steps, EVERY)) for key in plan.all}
     console = Console(width=140 if not sys.stdout.isatty() else None, highlight=False)
     _print(console, plan, runs)
     console.print(f"took {time.monotonic() - begun:.0f} s, trainings that were there not counted")
     return 0
-
-
-def _train(plan: Plan, folder: Path, jobs: int) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with (
-        Progress(*columns, console=Console(stderr=True)) as progress,
-        ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool,
-    ):
-        bar = progress.add_task("trainings", total=len(plan.all))
-        futures = {pool.submit(record, folder, *key, plan.steps, EVERY): key for key in plan.all}
-        for future in as_completed(futures):
-            future.result()
-            progress.advance(bar)
 
 
 # -- scoring -----------------------------------------------------------------------------------

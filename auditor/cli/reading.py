@@ -53,10 +53,13 @@ def report(
       auditor report run/ --implicated samples.jsonl --no-text
       auditor report run/ --batches around.csv
     """
-    if implicated is not None and implicated.suffix.lower() not in (".jsonl", ".parquet"):
-        raise click.UsageError(f"--implicated takes a .jsonl or .parquet file, got {implicated}")
-    if batches is not None and batches.suffix.lower() not in (".csv", ".jsonl", ".parquet"):
-        raise click.UsageError(f"--batches takes a .csv, .jsonl or .parquet file, got {batches}")
+    for option, path, kinds in (
+        ("--implicated", implicated, (".jsonl", ".parquet")),
+        ("--batches", batches, (".csv", ".jsonl", ".parquet")),
+    ):
+        if path is not None and path.suffix.lower() not in kinds:
+            told = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+            raise click.UsageError(f"{option} takes a {told} file, got {path}")
     from auditor.run import Run
     from auditor.show.produce import produce, write_batches, write_implicated
 

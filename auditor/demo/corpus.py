@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -68,7 +68,7 @@ def build(folder: Path, *, seed: int, steps: int, plant: bool) -> Corpus:
     shards = []
     for number, source in enumerate(WEIGHTS):
         rng = np.random.default_rng([seed, number])
-        windows = _windows(source)
+        windows = windows_of(text_of(source).encode().split(b"\n"))
         windows = [windows[i] for i in rng.permutation(len(windows))]
         held_out += windows[:HELD_OUT_SAMPLES]
         rows = windows[HELD_OUT_SAMPLES:]
@@ -135,10 +135,10 @@ def text_of(source: str) -> str:
     return zstandard.ZstdDecompressor().decompress(packed).decode()
 
 
-def _windows(source: str) -> list[str]:
-    """Distinct whole windows of a packaged source, cut where characters end."""
+def windows_of(passages: Iterable[bytes]) -> list[str]:
+    """Distinct whole windows of UTF-8 passages, cut where characters end."""
     windows = []
-    for passage in text_of(source).encode().split(b"\n"):
+    for passage in passages:
         for start in range(0, len(passage) - WINDOW_BYTES + 1, WINDOW_BYTES):
             cut = passage[start : start + WINDOW_BYTES].decode("utf-8", "ignore")
             windows.append(cut)

@@ -20,6 +20,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from auditor import schema
+from auditor.explain.composition import latest
 from auditor.explain.contrast import (
     EXCESS,
     STRETCH_STEPS,
@@ -137,10 +138,10 @@ def features_of(
     Of a step that several attempts trained, the latest counts. Where no sample of a step was
     scored, its duplicates are unknown and taken as the source's mean.
     """
-    latest = composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
-    steps, places = np.unique(latest["step"].to_numpy(), return_inverse=True)
-    names = latest["source"].unique().sort().to_list()
-    codes = latest["source"].rank("dense").cast(pl.Int64).to_numpy() - 1
+    rows = latest(composition)
+    steps, places = np.unique(rows["step"].to_numpy(), return_inverse=True)
+    names = rows["source"].unique().sort().to_list()
+    codes = rows["source"].rank("dense").cast(pl.Int64).to_numpy() - 1
 
     def sums(values: NDArray[Any]) -> NDArray[np.float64]:
         """By source and step, f64 [sources, S]."""
@@ -149,15 +150,15 @@ def features_of(
         return of_all.astype(np.float64).reshape(size)
 
     n_samples, scored, n_losses = (
-        latest[name].to_numpy() for name in ("n_samples", "n_scored", "n_losses")
+        rows[name].to_numpy() for name in ("n_samples", "n_scored", "n_losses")
     )
     n, n_scored, n_with_loss = sums(n_samples), sums(scored), sums(n_losses)
     contents = {
-        "duplication": sums(latest["n_duplicate"].to_numpy()),
-        "similarity": sums(latest["n_similar"].to_numpy()),
-        "repetition": sums(latest["repetition"].fill_null(0.0).to_numpy() * scored),
+        "duplication": sums(rows["n_duplicate"].to_numpy()),
+        "similarity": sums(rows["n_similar"].to_numpy()),
+        "repetition": sums(rows["repetition"].fill_null(0.0).to_numpy() * scored),
     }
-    losses = sums(latest["loss"].fill_null(0.0).to_numpy() * n_losses)
+    losses = sums(rows["loss"].fill_null(0.0).to_numpy() * n_losses)
     totals = n.sum(axis=0)
     features: dict[tuple[str, str], Counts] = {}
     for i, source in enumerate(names):

@@ -85,6 +85,11 @@ def composition_of(run: Run) -> pl.DataFrame:
     )
 
 
+def latest(composition: pl.DataFrame) -> pl.DataFrame:
+    """Of a step that several attempts trained, the latest."""
+    return composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
+
+
 def _summed(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(parts).group_by("attempt", "step", "code").agg(pl.all().sum())
 

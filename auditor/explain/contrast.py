@@ -74,10 +74,10 @@ class Counts:
             is_share=False,
         )
 
-    def stretches(self) -> NDArray[np.float64]:
-        """The rate in every stretch, f64 [S - STRETCH_STEPS + 1]; NaN where there is nothing."""
+    def stretches(self, otherwise: float) -> NDArray[np.float64]:
+        """The rate in every stretch, f64 [S - STRETCH_STEPS + 1]; ``otherwise`` of nothing."""
         amount, total = (sums(values, STRETCH_STEPS) for values in (self.amount, self.total))
-        return np.where(total > 0, amount / np.maximum(total, 1e-12), np.nan)
+        return np.where(total > 0, amount / np.maximum(total, 1e-12), otherwise)
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,9 @@ def contrast(counts: Counts, windows: Windows) -> dict[str, Any]:
     """
     start, end = windows.lookback
     n_stretches = end - start - STRETCH_STEPS + 1
-    rate = counts.stretches()
     usual = windows.usual
     base = counts.mean(usual)
-    rate = np.where(np.isnan(rate), base, rate)
+    rate = counts.stretches(base)
     begins = windows.controls
     best: dict[str, Any] | None = None
     for sign in (1.0, -1.0):
@@ -158,7 +157,7 @@ def contrast(counts: Counts, windows: Windows) -> dict[str, Any]:
     best["p"] = shift_p(counts, windows.lookback, sign)
     part = PART_OF_THE_WAY if counts.is_share else PART_OF_A_LOSS
     line = best["control"] + part * (best["exposure"] - best["control"])
-    best["change"] = _change(counts, start, first, sign, line)
+    best["change"] = turn(counts, slice(start, in_stretch.stop), line, sign)
     return best
 
 
@@ -175,13 +174,11 @@ def _least_deviation(counts: Counts, windows: Windows, base: float, place: int) 
     return max(LEAST_LOSS_DEVIATION, math.sqrt(variance / max(n, 1.0)))
 
 
-def _change(counts: Counts, start: int, place: int, sign: float, line: float) -> int:
-    """The place from which the rate is beyond ``line``, up to the end of the stretch."""
-    end = place + STRETCH_STEPS
-    steps = slice(start, end)
-    beyond = sign * (counts.amount[steps] - line * counts.total[steps])
+def turn(counts: Counts, within: slice, line: float, sign: float) -> int:
+    """The place from which the rate is beyond ``line``: the minimum of a cumulative sum."""
+    beyond = sign * (counts.amount[within] - line * counts.total[within])
     summed = np.concatenate([[0.0], np.cumsum(beyond)])
-    return start + int(np.argmin(summed[:-1]))
+    return int(within.start) + int(np.argmin(summed[:-1]))
 
 
 def has_past(own: Counts, others: Counts, windows: Windows) -> bool:
@@ -226,9 +223,7 @@ def shift_p(counts: Counts, lookback: tuple[int, int], sign: float) -> float:
         np.concatenate([values[:end], values[: length - 1]])
         for values in (counts.amount, counts.total)
     )
-    n = sums(total, STRETCH_STEPS)
-    usual = float(counts.amount[:end].sum()) / max(float(counts.total[:end].sum()), 1e-12)
-    rate = np.where(n > 0, sums(amount, STRETCH_STEPS) / np.maximum(n, 1e-12), usual)
+    rate = Counts(amount, total).stretches(counts.mean(slice(0, end)))
     extremes = highest(sign * rate, length - STRETCH_STEPS + 1)
     return float(np.mean(extremes >= extremes[start] - 1e-12))
 

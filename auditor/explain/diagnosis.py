@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -23,13 +24,15 @@ LR_HISTORY_STEPS: Final = 50
 LR_LOOKBACK_STEPS: Final = 10
 
 
-def jumped(events: pl.DataFrame, signals: pl.DataFrame) -> set[int]:
-    """The episodes at whose onset the learning rate rose ``LR_JUMP`` times or more."""
-    return {
-        int(str(number))
+def learning_rate_jumps(events: pl.DataFrame, signals: pl.DataFrame) -> dict[int, float]:
+    """By episode, how many times the learning rate rose at its onset, from ``LR_JUMP`` on."""
+    known = signals.filter((pl.col("signal") == "lr") & pl.col("value").is_finite())
+    rates = known.group_by("step").agg(pl.col("value").last())
+    jumps = {
+        int(str(number)): _jump(rates, *_onset(episode))
         for (number,), episode in events.group_by("episode")
-        if _learning_rate_jump(signals, *_onset(episode)) is not None
     }
+    return {number: jump for number, jump in jumps.items() if jump >= LR_JUMP}
 
 
 def _onset(episode: pl.DataFrame) -> tuple[int, int]:
@@ -43,21 +46,29 @@ def _onset(episode: pl.DataFrame) -> tuple[int, int]:
 
 
 def diagnose(
-    events: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame
+    events: pl.DataFrame,
+    suspects: pl.DataFrame,
+    signals: pl.DataFrame,
+    jumps: Mapping[int, float],
 ) -> dict[int, Diagnosis]:
-    """A diagnosis per event; events of one episode share what is found for the episode."""
+    """A diagnosis per event; events of one episode share what is found for the episode.
+
+    ``jumps`` are those of :func:`learning_rate_jumps`.
+    """
     diagnoses = {}
-    for (_,), episode in events.group_by("episode", maintain_order=True):
+    for (number,), episode in events.group_by("episode", maintain_order=True):
         numbers = episode["event"].to_list()
-        found = _of_episode(episode, suspects.filter(pl.col("event").is_in(numbers)), signals)
+        own = suspects.filter(pl.col("event").is_in(numbers))
+        found = _of_episode(episode, own, signals, jumps.get(int(str(number))))
         diagnoses.update(dict.fromkeys(numbers, found))
     return diagnoses
 
 
-def _of_episode(episode: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame) -> Diagnosis:
+def _of_episode(
+    episode: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame, jump: float | None
+) -> Diagnosis:
     blamed = blamed_sources(suspects)
     kinds = set(episode["kind"])
-    jump = _learning_rate_jump(signals, *_onset(episode))
     if not blamed.is_empty():
         # The earliest event of the episode speaks: later lookbacks hold the fault for longer.
         return _data(blamed.row(0, named=True), jump, is_harmed=not kinds.isdisjoint(MODEL_SIDE))
@@ -128,18 +139,12 @@ def _data(row: dict[str, Any], jump: float | None, *, is_harmed: bool) -> Diagno
     return Diagnosis("data", reason, f"Stop if it is still running; {remedy}")
 
 
-def _learning_rate_jump(signals: pl.DataFrame, low: int, high: int) -> float | None:
-    """How many times the learning rate rose around the onset, where it did."""
-    known = signals.filter((pl.col("signal") == "lr") & pl.col("value").is_finite())
-    rates = known.group_by("step").agg(pl.col("value").last())
-    before = rates.filter(
-        pl.col("step").is_between(
-            low - LR_LOOKBACK_STEPS - LR_HISTORY_STEPS, low - LR_LOOKBACK_STEPS
-        )
-    )["value"]
-    around = rates.filter(pl.col("step").is_between(low - LR_LOOKBACK_STEPS, high))["value"]
+def _jump(rates: pl.DataFrame, low: int, high: int) -> float:
+    """How many times the learning rate, by step, rose around an onset; 1 where nothing tells."""
+    begin = low - LR_LOOKBACK_STEPS
+    before = rates.filter(pl.col("step").is_between(begin - LR_HISTORY_STEPS, begin))["value"]
+    around = rates.filter(pl.col("step").is_between(begin, high))["value"]
     if before.is_empty() or around.is_empty():
-        return None
+        return 1.0
     usual = float(np.median(before.to_numpy()))
-    jump = float(around.to_numpy().max()) / usual if usual > 0 else 1.0
-    return jump if jump >= LR_JUMP else None
+    return float(around.to_numpy().max()) / usual if usual > 0 else 1.0

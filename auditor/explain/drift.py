@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from auditor import schema
 from auditor.explain.attribution import features_of
-from auditor.explain.contrast import Counts, sums
+from auditor.explain.composition import latest
+from auditor.explain.contrast import Counts, sums, turn
 from auditor.tables import polars_schema
 
 WINDOW_STEPS: Final = 40
@@ -63,10 +64,10 @@ def drifts_of(composition: pl.DataFrame) -> pl.DataFrame:
 
 
 def _repeats(composition: pl.DataFrame, steps: NDArray[np.int64]) -> Counts:
-    latest = composition.filter(pl.col("attempt") == pl.col("attempt").max().over("step"))
-    place = np.searchsorted(steps, latest["step"].to_numpy())
+    rows = latest(composition)
+    place = np.searchsorted(steps, rows["step"].to_numpy())
     n, distinct, scored = (
-        np.bincount(place, latest[name].to_numpy(), len(steps)).astype(np.float64)
+        np.bincount(place, rows[name].to_numpy(), len(steps)).astype(np.float64)
         for name in ("n_samples", "n_distinct", "n_scored")
     )
     return Counts(n - distinct, scored)  # what was not scored counts as distinct
@@ -93,7 +94,8 @@ def _changes(
     strength = np.where(known & (np.abs(after - before) >= DRIFT_SHARE), np.abs(z), 0.0)
     while strength.max(initial=0.0) >= DRIFT_DEVIATIONS:
         i = int(np.argmax(strength))
-        place = _turn(counts, slice(i, i + 2 * w), float(before[i]), float(after[i]))
+        middle, sign = 0.5 * float(before[i] + after[i]), float(np.sign(z[i]))
+        place = turn(counts, slice(i, i + 2 * w), middle, sign)
         yield {
             "kind": kind,
             "source": source,
@@ -104,14 +106,6 @@ def _changes(
             "z": float(z[i]),
         }
         strength[max(0, i - w) : i + w + 1] = 0.0
-
-
-def _turn(counts: Counts, within: slice, before: float, after: float) -> int:
-    """The place from which the share is nearer to what it was after (a cumulative sum)."""
-    middle = 0.5 * (before + after)
-    beyond = counts.amount[within] - middle * counts.total[within]
-    summed = np.cumsum(beyond if after > before else -beyond)
-    return within.start + int(np.argmin(np.concatenate([[0.0], summed[:-1]])))
 
 
 def _clumps(source: str, counts: Counts, steps: NDArray[np.int64]) -> Iterator[dict[str, Any]]:

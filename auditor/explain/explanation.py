@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import polars as pl
+
+from auditor.explain.stretches import strongest_steps
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,8 @@ class Explanation:
     culprit: str | None
     judged: bool
     gaps: list[str]
+
+    @cached_property
+    def strongest(self) -> Mapping[int, list[int]]:
+        """By number of event, the steps of its lookback that held most of its first suspect."""
+        return strongest_steps(self.events, self.suspects, self.composition)

@@ -14,7 +14,7 @@ from auditor.explain.attribution import (
     what_rose,
 )
 from auditor.explain.composition import composition_of
-from auditor.explain.diagnosis import diagnose, jumped
+from auditor.explain.diagnosis import diagnose, learning_rate_jumps
 from auditor.explain.drift import drifts_of, sentences_of
 from auditor.explain.events import MIN_BEST_SAMPLES, events_of
 from auditor.explain.explanation import Explanation
@@ -34,9 +34,10 @@ def explain(run: Run) -> Explanation:
     composition = composition_of(run)
     grades = grades_of(signals, policy_of(run))
     events = events_of(signals, grades)
-    suspects, smallest_p = suspects_of(events, composition, run.exposures, jumped(events, signals))
+    jumps = learning_rate_jumps(events, signals)
+    suspects, smallest_p = suspects_of(events, composition, run.exposures, jumps)
     drifts = drifts_of(composition)
-    diagnoses = diagnose(events, suspects, signals)
+    diagnoses = diagnose(events, suspects, signals, jumps)
     with contextlib.suppress(OSError):  # a run on a read-only disk is explained all the same
         for table, frame in (
             ("composition", composition),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from auditor.explain.attribution import (
     LOOKBACK_STEPS,
@@ -17,7 +16,10 @@ from auditor.explain.attribution import (
     features_of,
     windows_of,
 )
-from auditor.explain.contrast import STRETCH_STEPS, Counts
+from auditor.explain.contrast import STRETCH_STEPS
+
+N_STRONGEST: Final = 5
+"""Steps named of a lookback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,26 +73,29 @@ def blamed_stretches(
 
 
 def strongest_steps(
-    row: Mapping[str, Any],
-    events: pl.DataFrame,
-    steps: NDArray[np.int64],
-    features: Mapping[tuple[str, str], Counts],
-    n: int = 5,
-) -> list[int]:
-    """The steps of an event's lookback that hold most of what a row of ``schema.SUSPECTS`` names.
+    events: pl.DataFrame, suspects: pl.DataFrame, composition: pl.DataFrame
+) -> dict[int, list[int]]:
+    """By event, the steps of its lookback that hold most of what its first source stands for.
 
-    Most first, of equal ones the earliest; of a feature that fell, least first. ``steps`` and
-    ``features`` are those of ``features_of``.
+    Most first, of equal ones the earliest; of a feature that fell, least first.
     """
-    event = events.row(by_predicate=pl.col("event") == row["event"], named=True)
-    windows = windows_of(event, events, steps)
-    counts = features.get((row["name"], row["feature"]))
-    if windows is None or counts is None:
-        return []
-    inside = np.arange(*windows.lookback)
-    inside = inside[counts.total[inside] > 0]
-    rate = counts.rates[inside] * (1.0 if row["z"] >= 0 else -1.0)
-    return steps[inside[np.argsort(-rate, kind="stable")[:n]]].tolist()
+    if composition.is_empty():
+        return {}
+    steps, features = features_of(composition)
+    found: dict[int, list[int]] = {}
+    sources = suspects.filter(pl.col("level") == "source")
+    for row in sources.unique("event", keep="first", maintain_order=True).iter_rows(named=True):
+        event = events.row(by_predicate=pl.col("event") == row["event"], named=True)
+        windows = windows_of(event, events, steps)
+        counts = features.get((row["name"], row["feature"]))
+        if windows is None or counts is None:
+            continue
+        inside = np.arange(*windows.lookback)
+        inside = inside[counts.total[inside] > 0]
+        rate = counts.rates[inside] * (1.0 if row["z"] >= 0 else -1.0)
+        places = inside[np.argsort(-rate, kind="stable")[:N_STRONGEST]]
+        found[row["event"]] = steps[places].tolist()
+    return found
 
 
 def _stretched(rate: np.ndarray, half: float) -> np.ndarray:

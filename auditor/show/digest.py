@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import polars as pl
 
 from auditor.clean.proposal import Proposal
-from auditor.explain.attribution import features_of
+from auditor.explain.attribution import blamed_sources
 from auditor.explain.drift import sentences_of
 from auditor.explain.explanation import Diagnosis, Explanation
-from auditor.explain.stretches import strongest_steps
 
 N_RANKED_SOURCES: Final = 3
 N_DRIFTS: Final = 12
@@ -118,19 +117,8 @@ def is_data_cause(suspects: list[dict[str, Any]]) -> bool:
 
 def blaming(explanation: Explanation) -> list[dict[str, Any]]:
     """Sources blamed, by event, each with the strongest of its features."""
-    rows = explanation.suspects.filter(
-        (pl.col("level") == "source") & (pl.col("verdict") == "blamed")
-    )
-    strongest = rows.sort(pl.col("z").abs(), descending=True, nulls_last=True)
-    return strongest.unique(["event", "name"], keep="first", maintain_order=True).sort(
-        "event", maintain_order=True
-    ).to_dicts()  # fmt: skip
-
-
-def strongest(explanation: Explanation, row: Mapping[str, Any]) -> str:
-    """The steps of the lookback that held most of what a source stands out for."""
-    steps = strongest_steps(row, explanation.events, *features_of(explanation.composition))
-    return ", ".join(map(str, steps))
+    blamed = blamed_sources(explanation.suspects)
+    return blamed.unique(["event", "name"], keep="first", maintain_order=True).to_dicts()
 
 
 def drifts(explanation: Explanation) -> list[str]:

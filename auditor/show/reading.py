@@ -7,6 +7,7 @@ from typing import Final
 
 from auditor import schema
 from auditor.explain import attribution, composition
+from auditor.explain.contrast import STRETCH_STEPS
 from auditor.explain.explanation import Explanation
 from auditor.measure.grading import DEFAULT_POLICY
 from auditor.show import wording
@@ -16,11 +17,11 @@ from auditor.show.text import escape, escape_own
 _STATISTICS: Final = (
     (
         "exposure and control",
-        f"Exposure is the share of the samples in the strongest {attribution.STRETCH_STEPS} steps "
-        "of the lookback, not the mean over it. The lookback ends at the first bad sample, and "
-        f"{attribution.STRETCH_STEPS} steps later for a signal of the training batch. Control is "
-        "the same share over this run's own steps before the lookback and the episode: a source "
-        "is only ever compared with itself.",
+        "Exposure is the share of the samples, or the mean of their losses, in the strongest "
+        f"{STRETCH_STEPS} steps of the lookback, not the mean over it. The lookback ends at the "
+        f"first bad sample, and {STRETCH_STEPS} steps later for a signal of the training batch. "
+        "Control is the same over this run's own steps before the lookback and the episode: a "
+        "source is only ever compared with itself.",
     ),
     (
         "lift",
@@ -45,9 +46,9 @@ _STATISTICS: Final = (
     ),
     (
         "lag",
-        "Steps from the start of the strongest stretch to the onset, the first bad sample. A "
-        "stretch that began N steps after the onset is said to have; the lag is then -N in the "
-        "JSON. Only signals of the training batch can have such a stretch.",
+        "Steps from where the exposure changed to the onset, the first bad sample. A change N "
+        "steps after the onset is said to be; the lag is then -N in the JSON. Only signals of the "
+        "training batch can have such a change.",
     ),
     *(
         (f"verdict: {name}", f"{words[0].upper()}{words[1:]}.")
@@ -105,7 +106,7 @@ def settings(explanation: Explanation) -> str:
         ),
         ("best raw ratio looked for among", f"{DEFAULT_POLICY.baseline_samples} samples"),
         ("lookback before an onset", f"{attribution.LOOKBACK_STEPS} steps"),
-        ("stretch compared", f"{attribution.STRETCH_STEPS} steps"),
+        ("stretch compared", f"{STRETCH_STEPS} steps"),
         ("a source stands out from", f"|z| = {attribution.BLAME_DEVIATIONS:g}"),
         ("near-duplicate from", f"estimated Jaccard {schema.DUPLICATE_SIMILARITY:g}"),
         ("repetitive from", f"{composition.REPETITIVE_SHARE:.0%} of the sample repeated"),

@@ -174,7 +174,8 @@ def _card(explanation: Explanation, episode: Episode) -> str:
     )
     parts += [suspects_table(chosen, caption), _samples(explanation, chosen)]
     if chosen and chosen[0]["verdict"] != "ranked":
-        name, steps = escape(chosen[0]["name"]), digest.strongest(explanation, chosen[0])
+        steps = ", ".join(map(str, explanation.strongest.get(episode.speaker, ())))
+        name = escape(chosen[0]["name"])
         parts.append(f"<p>Steps that held most of it, of {name}: {steps}.</p>")
     for event in episode.events:
         tested = digest.suspects_of_event(explanation, event["event"])

@@ -129,7 +129,7 @@ def _suspects(console: Console, explanation: Explanation, episode: Episode) -> N
         if row["level"] == "source":
             _source(console, row, explanation.smallest_p.get(episode.speaker))
             if row is chosen[0] and row["verdict"] != "ranked":
-                steps = digest.strongest(explanation, row)
+                steps = ", ".join(map(str, explanation.strongest.get(episode.speaker, ())))
                 line(console, "      most of it", f"at steps {steps}", label_chars=18)
         else:
             _inside(console, row)

@@ -96,7 +96,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def lag(n: int) -> str:
-    """Steps from the start of the strongest stretch to the onset, which it may also follow."""
+    """Steps from where the exposure changed to the onset, which it may also follow."""
     return f"lag {counted(n, 'step')}" if n >= 0 else f"began {counted(-n, 'step')} after the onset"
 
 

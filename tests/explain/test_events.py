@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from auditor import schema
-from auditor.explain.diagnosis import diagnose
+from auditor.explain.diagnosis import diagnose, learning_rate_jumps
 from auditor.explain.events import events_of
 from auditor.explain.grades import grades_of
 from auditor.tables import polars_schema
@@ -153,7 +153,8 @@ def test_collapse_of_all_heads_is_attention() -> None:
     found = events(signals)
     assert found["kind"].to_list() == ["entropy_fall"]
     empty = pl.DataFrame(schema=polars_schema(schema.SUSPECTS))
-    assert diagnose(found, empty, signals)[0].cause == "attention"
+    jumps = learning_rate_jumps(found, signals)
+    assert diagnose(found, empty, signals, jumps)[0].cause == "attention"
 
 
 def test_a_jump_of_the_learning_rate_is_named_as_the_cause() -> None:
@@ -162,7 +163,8 @@ def test_a_jump_of_the_learning_rate_is_named_as_the_cause() -> None:
     signals = table(**{**HEALTHY, "column": dropping(0.8, 0.4, at=61)}, lr=lr)
     found = events(signals)
     empty = pl.DataFrame(schema=polars_schema(schema.SUSPECTS))
-    causes = {one.cause for one in diagnose(found, empty, signals).values()}
+    jumps = learning_rate_jumps(found, signals)
+    causes = {one.cause for one in diagnose(found, empty, signals, jumps).values()}
     assert causes == {"optimizer"}
 
 
