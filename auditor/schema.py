@@ -223,9 +223,9 @@ SUSPECTS: Final[Mapping[str, str]] = {
     "event": "i32",
     "level": "str",  # source, cluster, shard, sample
     "name": "str",
-    "feature": "str",  # share, duplication, similarity, repetition, loss
-    "exposure": "f64",  # share of the batch in the strongest 10 steps of the lookback; of the loss,
-    #                     the mean of the source's samples in nats
+    "feature": "str",  # share, duplication, similarity, repetition, length, loss
+    "exposure": "f64",  # share of the batch in the strongest 10 steps of the lookback; of length
+    #                     and loss, the mean of the source's samples (n_tokens; nats)
     "control": "f64",  # the same over the control steps
     "lift": "f64",  # exposure / control, of shares with half a row added to each side
     "low": "f64",  # interval of the lift

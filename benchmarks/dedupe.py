@@ -17,6 +17,8 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -151,8 +153,11 @@ def end_to_end(
     return found
 
 
-def two_cores(folder: Path, show: Console) -> None:
-    """One call with two workers, beside two calls of one worker on half the shards each."""
+def two_cores(folder: Path, rounds: int, show: Console) -> None:
+    """One call with two processes, beside two calls of one process on half the shards each.
+
+    Interleaved: on a shared machine a round is comparable to the one before it and to no other.
+    """
     script = Path(__file__).with_name("dedupe_end_to_end.py")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         shards = sorted(folder.iterdir())
@@ -164,24 +169,34 @@ def two_cores(folder: Path, show: Console) -> None:
                 (half / shard.name).hardlink_to(shard)
             halves.append(half)
 
-        def started(way: str, inputs: Path, name: str) -> subprocess.Popen[str]:
-            arguments = [sys.executable, str(script), way, str(inputs), str(Path(scratch) / name)]
-            return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-
-        times = []
-        for processes in (
-            lambda: [started("auditor, two cores", folder, "both")],
-            lambda: [started("auditor", half, half.name + "-out") for half in halves],
-        ):
+        def seconds(way: str, *inputs: Path) -> float:
+            outs = [Path(scratch) / f"{one.name}-out" for one in inputs]
             begin = time.perf_counter()
-            for process in processes():
-                process.communicate()
-                if process.returncode:
-                    raise SystemExit("a process of --two-cores failed")
-            times.append(time.perf_counter() - begin)
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, str(script), way, str(one), str(out)],
+                    stdout=subprocess.DEVNULL,
+                )
+                for one, out in zip(inputs, outs, strict=True)
+            ]
+            for process in processes:
+                process.wait()
+            if any(process.returncode for process in processes):
+                raise SystemExit("a process of --two-cores failed")
+            took = time.perf_counter() - begin
+            for out in outs:
+                shutil.rmtree(out)
+            return took
+
+        both, alone = [], []
+        for _ in range(rounds):
+            both.append(seconds("auditor, two cores", folder))
+            alone.append(seconds("auditor", *halves))
+    ratios = sorted(one / other for one, other in zip(both, alone, strict=True))
     show.print(
-        f"two cores: one call {times[0]:.1f} s, two independent calls {times[1]:.1f} s of wall time"
-        f" ({times[0] / times[1]:.2f} x)"
+        f"two cores, {rounds} rounds: one call {statistics.median(both):.1f} s, two independent "
+        f"calls {statistics.median(alone):.1f} s of wall time; {statistics.median(ratios):.2f} x "
+        f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
     )
 
 
@@ -263,7 +278,7 @@ def main() -> None:
                 ways = WAYS[:2] if options.without_peers else WAYS
                 end_to_end(folder, ways, megabytes, show)
             if options.two_cores:
-                two_cores(folder, show)
+                two_cores(folder, options.rounds, show)
 
 
 if __name__ == "__main__":

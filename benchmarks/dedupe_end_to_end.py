@@ -147,12 +147,14 @@ def with_fastsketch(texts: Sequence[str]) -> list[int]:
 
 def command(folder: Path, out: Path, n_workers: int) -> int:
     """``auditor dedupe`` as it is, reading and writing shards; returns the rows kept."""
-    from auditor.clean.config import DedupeConfig
-    from auditor.clean.dedupe import dedupe
     from auditor.clean.engine import InProcess, Processes
 
-    config = DedupeConfig(threshold=THRESHOLD, shingle=SHINGLE, repetition=False)
+    # As the command does: workers load what they need beside this process.
     engine = InProcess() if n_workers == 1 else Processes(n_workers)
+    from auditor.clean.config import DedupeConfig
+    from auditor.clean.dedupe import dedupe
+
+    config = DedupeConfig(threshold=THRESHOLD, shingle=SHINGLE, repetition=False)
     return int(dedupe([folder], out, config=config, engine=engine).counts["rows_out"])
 
 

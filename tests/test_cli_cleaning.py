@@ -318,7 +318,7 @@ def test_small_inputs_are_cleaned_in_this_process(
     monkeypatch.setattr(engines, "_IN_PROCESS_BYTES", 20)
     large = chosen(None)
     assert isinstance(large, Processes)
-    assert large._n_workers == 3  # one a shard
+    assert large._n_workers == 2  # with this process, one a shard
 
 
 def test_ray_that_is_not_there_names_what_to_install(

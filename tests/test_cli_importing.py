@@ -58,6 +58,11 @@ def test_report_finds_the_events_and_blames_no_data(log: Path, tmp_path: Path) -
     assert told["culprit"] is None
     assert told["gaps"] == ["attempt 0, rank 0: 1 lines that are no records"]
     assert "<h1>" in (tmp_path / "run/derived/report.html").read_text()
+    text = " ".join(run("report", tmp_path / "run").stdout.split())
+    assert "Grades none: no rank was measured" in text
+    assert "Not tested: no exposures were recorded." in text
+    assert "No change proposed: no exposures were recorded" in text
+    assert "Look at the batches" not in text
 
 
 def test_other_commands_say_what_a_log_lacks(log: Path, tmp_path: Path) -> None:

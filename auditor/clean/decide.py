@@ -167,7 +167,7 @@ def _sources(facts: Scan) -> tuple[list[str], NDArray[np.int32]]:
     codes = {name: code for code, name in enumerate(names)}
     source = [
         np.array([codes[name] for name in part.dictionary.to_pylist()], np.int32)[
-            part.indices.to_numpy(zero_copy_only=False)
+            np.from_dlpack(part.indices)  # to_numpy would import pandas
         ]
         for part in parts
         if len(part)

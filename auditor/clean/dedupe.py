@@ -24,6 +24,7 @@ or killed, goes on when it is made again, and gives the same bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import blake2b
 from importlib import metadata
@@ -132,17 +133,19 @@ def _run(
     facts = _scan(shards, config, engine, work, tell)
     decisions = decide(shards, facts, config, marked, engine, work, tell)
     spans = _substrings(shards, facts, decisions, config, work, tell)
-    written = None
-    if write:
-        cuts = spans if config.substrings == "cut" else None
-        written = _write(shards, facts, decisions, cuts, out, config, engine, work, tell)
-    sources, weights = _sources(decisions, config, *mix)
     tables = work if dry_run else out
+    rows = tables / "rows.parquet"
+    written = None
+    with ThreadPoolExecutor(1) as beside:
+        table = beside.submit(write_rows, rows, shards, facts, decisions)
+        if write:
+            cuts = spans if config.substrings == "cut" else None
+            written = _write(shards, facts, decisions, cuts, out, config, engine, work, tell)
+        table.result()
     if spans is not None:
         with atomic(tables / "substrings.parquet") as file:
             spans.write_parquet(file)
-    rows = tables / "rows.parquet"
-    write_rows(rows, shards, facts, decisions)
+    sources, weights = _sources(decisions, config, *mix)
     findings = [
         {"shard": shard.name, **finding._asdict()}
         for shard, one in zip(shards, facts.shards, strict=True)

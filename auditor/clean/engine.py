@@ -6,13 +6,14 @@ all, and finds it there when it is called again: so a worker that dies costs its
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Final, Protocol, TypeVar
 
@@ -27,6 +28,9 @@ Result = TypeVar("Result")
 
 _ATTEMPTS: Final = 3
 """Times that a task is tried whose worker died: killed once is bad luck, thrice is its memory."""
+
+
+_STAGES: Final = ("auditor.clean.scan", "auditor.clean.compare", "auditor.clean.write")
 
 
 class Engine(Protocol):
@@ -67,18 +71,21 @@ class InProcess:
 
 
 class Processes:
-    """Several processes of this machine, which are started when they are first needed.
+    """Several processes of this machine: this one, and others that start at once.
 
-    They are spawned, not forked: a fork of a process that has threads can hang. A script that calls
-    this needs ``if __name__ == "__main__":`` around what it does.
+    This one works as well: what it has loaded is put to use, and the first tasks are under way
+    while the others still load. Those are spawned, not forked: a fork of a process that has threads
+    can hang. A script that calls this needs ``if __name__ == "__main__":`` around what it does.
     """
 
-    def __init__(self, n_workers: int) -> None:
+    def __init__(self, n_processes: int) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             # A worker that runs its caller's unguarded script again: the caller says what is wrong.
             sys.exit(1)
-        self._n_workers = n_workers
+        self._n_workers = max(n_processes - 1, 1)
         self._pool: ProcessPoolExecutor | None = None
+        self._loaded: Future[None] | None = None
+        self._started()
 
     def map(
         self,
@@ -86,25 +93,17 @@ class Processes:
         tasks: Sequence[Task],
         done: Callable[[int], None],
     ) -> list[Result]:
+        if len(tasks) < 2:
+            return InProcess().map(stage, tasks, done)
         results: dict[int, Result] = {}
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
-                pool = self._started()
-                futures = {
-                    pool.submit(stage, task): number
-                    for number, task in enumerate(tasks)
-                    if number not in results
-                }
-                for future in as_completed(futures):
-                    number = futures[future]
-                    results[number] = future.result()
-                    done(number)
+                # What killed a worker may kill this process: it does not touch such tasks.
+                self._share(stage, tasks, results, done, here=attempt == 0)
                 return [results[number] for number in range(len(tasks))]
             except BrokenProcessPool:
+                self._check_started()
                 self.close()
-            except BaseException:
-                self._stop()
-                raise
         raise ShardError(
             "a worker process was killed again and again, most likely for its memory",
             remedy="Run the same command with fewer --workers: it goes on where it stopped",
@@ -114,6 +113,47 @@ class Processes:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+
+    def _share(
+        self,
+        stage: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        results: dict[int, Result],
+        done: Callable[[int], None],
+        *,
+        here: bool,
+    ) -> None:
+        """Do the tasks that have no result: each process takes the next one when it is free."""
+        pool = self._started()
+        left = iter([number for number in range(len(tasks)) if number not in results])
+        one_at_a_time = threading.Lock()
+
+        def take(run: Callable[[Task], Result]) -> None:
+            try:
+                for number in left:
+                    result = run(tasks[number])
+                    with one_at_a_time:
+                        results[number] = result
+                        done(number)
+            finally:
+                for _ in left:  # Where one has failed, nobody begins another.
+                    pass
+
+        with ThreadPoolExecutor(self._n_workers) as threads:
+            try:
+                others = [
+                    threads.submit(take, lambda task: pool.submit(stage, task).result())
+                    for _ in range(self._n_workers)
+                ]
+                if here:
+                    take(stage)
+                for other in as_completed(others):
+                    other.result()
+            except BrokenProcessPool:
+                raise
+            except BaseException:
+                self._stop()
+                raise
 
     def _stop(self) -> None:
         """End the workers now: nobody may write to an output that others may begin to write."""
@@ -129,22 +169,29 @@ class Processes:
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin_worker,
             )
-            # What cannot start is told from what dies at work. All workers start at once.
-            started = [self._pool.submit(os.getpid) for _ in range(self._n_workers)]
-            try:
-                started[0].result()
-            except BrokenProcessPool:
-                raise ShardError(
-                    "no worker process could be started; what it printed, if any, is above",
-                    remedy='A script has to do its work under if __name__ == "__main__":',
-                ) from None
+            # All start with the first task.
+            self._loaded = self._pool.submit(_load_stages)
         return self._pool
+
+    def _check_started(self) -> None:
+        """Tell what cannot start from what dies at work."""
+        if self._loaded is not None and isinstance(self._loaded.exception(), BrokenProcessPool):
+            raise ShardError(
+                "no worker process could be started; what it printed, if any, is above",
+                remedy='A script has to do its work under if __name__ == "__main__":',
+            ) from None
 
 
 def _begin_worker() -> None:
     # Ctrl-C reaches the workers as well: they leave without a word, the parent speaks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _load_stages() -> None:
+    """Spend the time in which the caller loads its own modules."""
+    for name in _STAGES:
+        importlib.import_module(name)
 
 
 def _leave_with_parent() -> None:

@@ -25,6 +25,9 @@ RAMP_STAGES: Final = 10
 """Ranges of steps that a ramp is cut into."""
 
 NO_CHANGE: Final = "No change proposed: no data cause was found."
+NO_EXPOSURES: Final = (
+    "No change proposed: no exposures were recorded, so no data cause can be found."
+)
 
 CLEANED: Final[Mapping[str, str]] = {"duplication": "n_duplicate", "repetition": "repeated"}
 """By feature that deduplication can take away: the column that counts it. What else a source is
@@ -138,7 +141,7 @@ def propose(
     blamed = _blamed(suspects, names)
     if blamed.is_empty():
         return Proposal(
-            NO_CHANGE, False, named(now), {}, named(n / distinct), {},
+            NO_CHANGE if len(n) else NO_EXPOSURES, False, named(now), {}, named(n / distinct), {},
             tokens_per_sample=tokens, next_step=next_step,
             max_factor=max_factor, max_epochs=max_epochs,
         )  # fmt: skip

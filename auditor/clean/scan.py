@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from auditor.clean.columns import strings
 from auditor.clean.config import REPETITIVE_ELEMENTS, DedupeConfig
 from auditor.clean.row import Finding, Row
 from auditor.clean.shards import Shard
@@ -224,7 +225,8 @@ def _scan_rows(shard: Shard, task: ScanTask, findings: list[Finding]) -> dict[st
                 for i, row in enumerate(batch)
             ]
             sources = [shard.stem if row.source is None else row.source for row in batch]
-            identities.write_table(pa.table([ids, sources], schema=_IDENTITIES))
+            columns = [strings(ids), strings(sources)]
+            identities.write_table(pa.Table.from_arrays(columns, schema=_IDENTITIES))
             n_rows += len(batch)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from auditor.clean.decide import REASONS, Decisions
+from auditor.clean.columns import chosen, numbers
+from auditor.clean.decide import KEPT, REASONS, Decisions
 from auditor.clean.row import Cuts, Reading
 from auditor.clean.scan import Scan, changed
 from auditor.clean.shards import Shard
@@ -76,31 +77,31 @@ def _sha256(task: WriteTask) -> str | None:
 
 def write_rows(path: Path, shards: Sequence[Shard], facts: Scan, decisions: Decisions) -> None:
     """Write ``rows.parquet``, columns of ``schema.ROWS``, one row group or more per shard."""
-    names = np.array([*(shard.name for shard in shards), None], object)
-    reasons = np.array(REASONS, object)
+    names = [shard.name for shard in shards]
+    reasons = [reason or "" for reason in REASONS]
     with (
         atomic(path) as file,
         pq.ParquetWriter(file, _ROWS, compression="zstd") as writer,
     ):
-        for number, shard in enumerate(shards):
+        for number in range(len(shards)):
             span = slice(facts.starts[number], facts.starts[number + 1])
             identities = facts.identities(number)
+            reason, cluster = decisions.reason[span].astype(np.int64), decisions.cluster[span]
             keeper = decisions.keeper[span]
-            no_keeper = keeper < 0
+            has_keeper = keeper >= 0
             of_shard = np.searchsorted(facts.starts, keeper, "right") - 1
-            of_shard[no_keeper] = -1
-            cluster = decisions.cluster[span]
+            of_shard[~has_keeper] = -1
             columns = {
-                "shard": np.full(len(keeper), shard.name, object),
-                "row": np.arange(len(keeper)),
+                "shard": chosen(names, np.full(len(keeper), number)),
+                "row": numbers(np.arange(len(keeper))),
                 "sample_id": identities.column("sample_id"),
                 "source": identities.column("source"),
-                "decision": np.where(decisions.kept[span], "kept", "dropped").astype(object),
-                "reason": reasons[decisions.reason[span]],
-                "cluster": pa.array(cluster, mask=cluster < 0),
-                "keeper_shard": names[of_shard],
-                "keeper_row": pa.array(keeper - facts.starts[of_shard], mask=no_keeper),
-                "jaccard": pa.array(decisions.jaccard[span].astype(np.float32), mask=no_keeper),
-                "weight": decisions.weight[span].astype(np.float32),
+                "decision": chosen(["kept", "dropped"], (reason != KEPT).astype(np.int64)),
+                "reason": chosen(reasons, np.where(reason == KEPT, -1, reason)),
+                "cluster": numbers(cluster, cluster >= 0),
+                "keeper_shard": chosen(names, of_shard),
+                "keeper_row": numbers(keeper - facts.starts[of_shard], has_keeper),
+                "jaccard": numbers(decisions.jaccard[span].astype(np.float32), has_keeper),
+                "weight": numbers(decisions.weight[span].astype(np.float32)),
             }
             writer.write_table(pa.table(columns, schema=_ROWS))

@@ -231,29 +231,32 @@ def dedupe(
     config = _config(policy)
     named = frozenset() if drop_ids is None else _ids(drop_ids, "--drop-ids")
 
-    from auditor.clean.decide import Marked
-    from auditor.clean.dedupe import dedupe as clean
-    from auditor.clean.from_run import run_data
-    from auditor.clean.lookup import samples_of
     from auditor.clean.shards import find_shards
-    from auditor.run import Run
 
     goes_on = "Stopped. The same command goes on where it stopped."
     with interruptible("Stopped; nothing was written." if dry_run else goes_on):
-        opened = Run.open(inputs[0]) if is_run else None if run is None else Run.open(run)
-        data = None
-        if opened is not None:
+        opened, data = None, None
+        if is_run or run is not None:
+            from auditor.clean.from_run import run_data
+            from auditor.run import Run
+
+            opened = Run.open(inputs[0] if run is None else run)
             of_run = shards if is_run else inputs
             data = run_data(opened, of_run, max_exposures=config.max_exposures)
         paths = inputs if data is None else data.shards
-        marked = Marked(
-            exposed=frozenset() if data is None else data.exposed,
-            implicated=named,
-            only=_implicated(opened) if only_implicated and opened is not None else None,
-        )
         with ExitStack() as stack:
             engine_settings: Any = {"name": engine, "address": address, "workers": workers}
             on = stack.enter_context(engine_for(find_shards(paths).shards, **engine_settings))
+            # Workers load what they need in the time that this takes.
+            from auditor.clean.decide import Marked
+            from auditor.clean.dedupe import dedupe as clean
+            from auditor.clean.lookup import samples_of
+
+            marked = Marked(
+                exposed=frozenset() if data is None else data.exposed,
+                implicated=named,
+                only=_implicated(opened) if only_implicated and opened is not None else None,
+            )
             if (target := out) is None:  # nothing is written, and nothing is there
                 target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out"
             with progress_bar(quiet=as_json) as progress:

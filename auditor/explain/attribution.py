@@ -1,10 +1,10 @@
 """The join: for each event, what was consumed before it, against what this run consumed earlier.
 
 A source is compared with itself (:mod:`auditor.explain.contrast`): its share of the batch; what of
-it was near-duplicate, similar to something recent, or repetitive, as shares of the batch; and the
-loss of its samples against that of the others, where the loop recorded it. All in the lookback
-before the event, against windows of the same length before the episode began that hold no other
-event.
+it was near-duplicate, similar to something recent, or repetitive, as shares of the batch; the
+length of its samples, which is told and blames nothing; and the loss of its samples against that of
+the others, where the loop recorded it. All in the lookback before the event, against windows of the
+same length before the episode began that hold no other event.
 
 Association, not causation: a replay with and without the samples is the test of cause.
 """
@@ -42,6 +42,9 @@ MIN_CONTROL_WINDOWS: Final = 20
 
 LOSS_HISTORY_STEPS: Final = 100
 """Losses are compared with this many steps before: they fall for as long as the run learns."""
+
+LEAST_LENGTH_DEVIATION: Final = 0.02
+"""Of the mean length of a source's samples."""
 
 BLAME_DEVIATIONS: Final = 6.0
 """|z| from which a source is blamed. On small trainings 6 left no learning-rate spike and no clean
@@ -159,6 +162,7 @@ def features_of(
         "repetition": sums(rows["repetition"].fill_null(0.0).to_numpy() * scored),
     }
     losses = sums(rows["loss"].fill_null(0.0).to_numpy() * n_losses)
+    tokens = sums(rows["n_tokens"].to_numpy())
     totals = n.sum(axis=0)
     features: dict[tuple[str, str], Counts] = {}
     for i, source in enumerate(names):
@@ -167,6 +171,10 @@ def features_of(
             for feature, values in contents.items():
                 usual = values[i].sum() / n_scored[i].sum()
                 features[source, feature] = Counts(values[i] + usual * (n[i] - n_scored[i]), totals)
+        lengths = tokens[i].sum() / n[i].sum()
+        if lengths > 0:
+            least = LEAST_LENGTH_DEVIATION * lengths
+            features[source, "length"] = Counts(tokens[i], n[i], is_share=False, least=least)
         if n_with_loss[i].any():
             features[source, "loss"] = Counts(losses[i], n_with_loss[i], is_share=False)
     return steps, features
@@ -245,7 +253,7 @@ def standing_out_before(suspects: pl.DataFrame) -> pl.DataFrame:
         (pl.col("level") == "source")
         & (pl.col("verdict") == "coincident")
         & (pl.col("feature") != "share")
-        & ((pl.col("z") > 0) | (pl.col("feature") == "loss"))
+        & ((pl.col("z") > 0) | pl.col("feature").is_in(("length", "loss")))
         & (pl.col("lag") >= 0)
     )
 
@@ -283,7 +291,8 @@ def _judge(found: Sequence[dict[str, Any]]) -> None:
     for."""
     for one in found:
         one["verdict"] = _verdict(one)
-    most = max((one["z"] for one in found if one["verdict"] != "ranked"), default=0.0)
+    standing_out = (one for one in found if one["verdict"] != "ranked")
+    most = max((one["z"] for one in standing_out if one["feature"] != "length"), default=0.0)
     for one in found:
         # Beside what stands out far more, the rest has no claim of its own.
         if one["verdict"] == "blamed" and abs(one["z"]) < most / DOMINANCE:
@@ -293,7 +302,7 @@ def _judge(found: Sequence[dict[str, Any]]) -> None:
 def _verdict(row: Mapping[str, Any]) -> str:
     if abs(row["z"]) < BLAME_DEVIATIONS or row["excess"] < EXCESS:
         return "ranked"
-    if row["lag"] < 0:
+    if row["lag"] < 0 or row["feature"] == "length":
         return "coincident"
     if row["feature"] == "loss":
         # A loss that rises tells by itself that the input went bad; one that falls, that it is
@@ -328,6 +337,12 @@ def what_rose(row: Mapping[str, Any]) -> str:
         return (
             f"the loss of the samples from {name} {verb} from {row['control']:.2f} to "
             f"{row['exposure']:.2f} nats at once, that of the others did not"
+        )
+    if feature == "length":
+        verb = "rose" if row["z"] > 0 else "fell"
+        return (
+            f"the mean length of the samples from {name} {verb} from {row['control']:,.0f} to "
+            f"{row['exposure']:,.0f} (tokens, or characters of text)"
         )
     if feature == "share":
         return f"{name}, which had not been in the mix, rose to {row['exposure']:.0%} of it"

@@ -31,19 +31,21 @@ ALONE_SHARE: Final = 0.10
 """A loss moved in one source alone when that of the others moved by less than this part of it."""
 
 LEAST_LOSS_DEVIATION: Final = 0.01
-"""Nats: below, differences of mean losses are not told from none."""
+"""Nats."""
 
 
 @dataclass(frozen=True)
 class Counts:
     """What is compared: ``amount`` of something over ``total``, f64 [S] each.
 
-    A rate is a share of the samples (``is_share``), or a mean.
+    A rate is a share of the samples (``is_share``), or a mean: below ``least`` of its own unit,
+    deviations of means are not told from none.
     """
 
     amount: NDArray[np.float64]
     total: NDArray[np.float64]
     is_share: bool = True
+    least: float = LEAST_LOSS_DEVIATION
 
     def mean(self, chosen: slice | NDArray[np.int64]) -> float:
         return float(self.amount[chosen].sum()) / max(float(self.total[chosen].sum()), 1e-12)
@@ -171,7 +173,7 @@ def _least_deviation(counts: Counts, windows: Windows, base: float, place: int) 
     usual = windows.usual[counts.total[windows.usual] > 0]
     squares = counts.total[usual] * (counts.rates[usual] - base) ** 2
     variance = float(squares.sum()) / max(1, len(usual) - 1)  # of a sample, from that of means
-    return max(LEAST_LOSS_DEVIATION, math.sqrt(variance / max(n, 1.0)))
+    return max(counts.least, math.sqrt(variance / max(n, 1.0)))
 
 
 def turn(counts: Counts, within: slice, line: float, sign: float) -> int:

@@ -50,22 +50,29 @@ def diagnose(
     suspects: pl.DataFrame,
     signals: pl.DataFrame,
     jumps: Mapping[int, float],
+    *,
+    has_exposures: bool = True,
 ) -> dict[int, Diagnosis]:
     """A diagnosis per event; events of one episode share what is found for the episode.
 
-    ``jumps`` are those of :func:`learning_rate_jumps`.
+    ``jumps`` are those of :func:`learning_rate_jumps`. Without exposures, as in a log of another
+    tool, no batch can be looked at here.
     """
     diagnoses = {}
     for (number,), episode in events.group_by("episode", maintain_order=True):
         numbers = episode["event"].to_list()
         own = suspects.filter(pl.col("event").is_in(numbers))
-        found = _of_episode(episode, own, signals, jumps.get(int(str(number))))
+        found = _of_episode(episode, own, signals, jumps.get(int(str(number))), has_exposures)
         diagnoses.update(dict.fromkeys(numbers, found))
     return diagnoses
 
 
 def _of_episode(
-    episode: pl.DataFrame, suspects: pl.DataFrame, signals: pl.DataFrame, jump: float | None
+    episode: pl.DataFrame,
+    suspects: pl.DataFrame,
+    signals: pl.DataFrame,
+    jump: float | None,
+    has_exposures: bool,
 ) -> Diagnosis:
     blamed = blamed_sources(suspects)
     kinds = set(episode["kind"])
@@ -99,11 +106,17 @@ def _of_episode(
         )
     if kinds <= {"grad_spike", "loss_spike"}:
         has_rank = (signals["signal"] == "token_rank").any()
+        look = (
+            "Look at the batches at the onset"
+            if has_exposures
+            else "Have the loader of that run tell the batches at the onset, and auditor compare "
+            "whether other runs spike there as well"
+        )
         rank = " while the rank stayed normal" if has_rank else "; no rank was measured"
         return Diagnosis(
             "dirty batch",
             f"loss or gradient norm jumped{rank}",
-            "Look at the batches at the onset; if it recurs, clip to 1.0 or lower the peak.",
+            f"{look}; if it recurs, clip to 1.0 or lower the peak.",
         )
     if kinds == {"input_fall"}:
         return Diagnosis(

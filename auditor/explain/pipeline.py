@@ -37,7 +37,7 @@ def explain(run: Run) -> Explanation:
     jumps = learning_rate_jumps(events, signals)
     suspects, smallest_p = suspects_of(events, composition, run.exposures, jumps)
     drifts = drifts_of(composition)
-    diagnoses = diagnose(events, suspects, signals, jumps)
+    diagnoses = diagnose(events, suspects, signals, jumps, has_exposures=len(composition) > 0)
     with contextlib.suppress(OSError):  # a run on a read-only disk is explained all the same
         for table, frame in (
             ("composition", composition),

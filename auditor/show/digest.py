@@ -20,10 +20,23 @@ N_NAMED: Final = 5
 """Rows of each level in the short list of suspects; the full list is in the JSON and the page."""
 
 NO_DATA_CAUSE: Final = "No data cause found."
-NOT_TESTED: Final = "Not tested: too little history before the onset, or no exposures recorded."
 NO_EVENT: Final = "No event: no signal left what was normal for this run."
 NOTHING_TO_DO: Final = "Nothing to do."
 SAMPLE_MORE: Final = "Sample more often with a lower every=, or train longer, and report again."
+
+
+def not_tested(explanation: Explanation) -> str:
+    """Why an event has no suspects."""
+    if explanation.composition.is_empty():
+        return "Not tested: no exposures were recorded."
+    return "Not tested: too little history before the onset."
+
+
+def no_grade(explanation: Explanation) -> str:
+    """Why a run has no lowest grade."""
+    if explanation.grades.is_empty():
+        return "no rank was measured"
+    return "no sampled step after the warm-up has a grade"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def header(explanation: Explanation, proposal: Proposal) -> str:
     )
     lowest = digest.lowest_grade(explanation)
     if lowest is None:
-        grade = _fact("Lowest grade", _NO_NUMBER, "no sampled step after the warm-up", "")
+        grade = _fact("Lowest grade", _NO_NUMBER, digest.no_grade(explanation), "")
     else:
         tone = "good" if lowest.grade >= 5 else "watch" if lowest.grade >= 3 else "bad"
         place = wording.block(lowest.layer)
@@ -160,7 +160,7 @@ def _card(explanation: Explanation, episode: Episode) -> str:
         _events_table(episode),
     ]
     if episode.speaker is None:
-        parts.append(f"<p>{digest.NOT_TESTED}</p>")
+        parts.append(f"<p>{digest.not_tested(explanation)}</p>")
         return "\n".join([*parts, "</article>"])
     suspects = digest.suspects_of_event(explanation, episode.speaker)
     if not digest.is_data_cause(suspects):

@@ -65,7 +65,7 @@ def print_report(
 def _grades(console: Console, explanation: Explanation) -> None:
     lowest, last = digest.lowest_grade(explanation), digest.last_grade(explanation)
     if lowest is None or last is None:
-        line(console, "Grades", "none: no sampled step after the warm-up has a grade")
+        line(console, "Grades", f"none: {digest.no_grade(explanation)}")
     else:
         line(console, "Grades", f"lowest {_point(lowest)}; last {_point(last)}")
     counts = digest.alerts(explanation)
@@ -97,7 +97,7 @@ def _episode(console: Console, explanation: Explanation, episode: Episode) -> No
         line(console, f"  event {event['event']}", told)
     console.print()
     if episode.speaker is None:
-        line(console, "", digest.NOT_TESTED, label_chars=2)
+        line(console, "", digest.not_tested(explanation), label_chars=2)
     else:
         _suspects(console, explanation, episode)
     if episode.diagnosis is not None:
@@ -179,7 +179,7 @@ def _inside(console: Console, row: Mapping[str, Any]) -> None:
 
 
 def _exposure(row: Mapping[str, Any]) -> str:
-    of_batch = "" if wording.is_loss(row) else " of the batch"
+    of_batch = "" if wording.is_mean(row) else " of the batch"
     return (
         f"{wording.exposure(row, 'exposure')}{of_batch} in the strongest {STRETCH_STEPS} steps, "
         f"control {wording.exposure(row, 'control')}; lift {wording.lift(row)}"

@@ -22,6 +22,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "duplication": "near-duplicates",
     "similarity": "samples that share much",
     "repetition": "repeats inside samples",
+    "length": "mean length of its samples",
     "loss": "loss of its samples",
 }
 
@@ -57,13 +58,15 @@ def percent(value: float | None) -> str:
 
 
 def exposure(row: Mapping[str, Any], name: str) -> str:
-    """``exposure`` or ``control`` of a row of ``schema.SUSPECTS``: a share, or a loss in nats."""
-    return f"{number(row[name])} nats" if is_loss(row) else percent(row[name])
+    """``exposure`` or ``control`` of a row of ``schema.SUSPECTS``: a share, or a mean."""
+    if not is_mean(row):
+        return percent(row[name])
+    return number(row[name]) + (" nats" if row["feature"] == "loss" else "")
 
 
-def is_loss(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of a mean loss: that of a source; what is inside of it has a share."""
-    return row["feature"] == "loss" and row["level"] == "source"
+def is_mean(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of a mean, that of a source; what is inside of it has a share."""
+    return row["feature"] in ("length", "loss") and row["level"] == "source"
 
 
 def chance(value: float | None) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor import schema
-from auditor.clean.proposal import NO_CHANGE, Proposal, propose, ramp, token_weights
+from auditor.clean.proposal import NO_CHANGE, NO_EXPOSURES, Proposal, propose, ramp, token_weights
 from auditor.tables import polars_schema
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_proposed_where_nothing_is_blamed(verdict: str) -> None:
 def test_run_without_exposures_has_no_mix() -> None:
     empty = pl.DataFrame(schema=polars_schema(schema.COMPOSITION))
     proposal = propose(suspects(), empty)
-    assert proposal.summary == NO_CHANGE
+    assert proposal.summary == NO_EXPOSURES
     assert proposal.mix == {}
     assert proposal.next_step == 0
 

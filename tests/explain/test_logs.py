@@ -153,6 +153,15 @@ def test_lines_that_are_no_records_are_counted_and_the_first_is_told(tmp_path: P
     }
 
 
+def test_identifiers_need_no_mark_before_their_number(tmp_path: Path) -> None:
+    text = (
+        "step 1 train_loss 3.5 lr 1e-3 seen 900\nstep 2 train/loss 3.25 grad_norm 0.5 seen 1800\n"
+    )
+    log = read_log(written(tmp_path, text), Columns())
+    assert log.names == {"train_loss": 1, "lr": 1, "train/loss": 1, "grad_norm": 1}
+    assert log.series("train_loss")[-1].tolist() == [3.5]
+
+
 # -- tables ----------------------------------------------------------------------------------
 
 

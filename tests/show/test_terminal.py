@@ -104,14 +104,15 @@ def test_terminal_without_a_culprit_says_no_data_cause_found() -> None:
 
 def test_terminal_says_what_was_not_tested() -> None:
     made = explanations.explanation(suspects=explanations.frame(schema.SUSPECTS, []))
-    assert "Not tested" in printed(made, explanations.NOTHING_PROPOSED)
+    text = printed(made, explanations.NOTHING_PROPOSED)
+    assert "Not tested: too little history before the onset." in text
 
 
 def test_terminal_of_an_empty_run() -> None:
     made = explanations.without_events(**explanations.EMPTY)
     text = printed(made, explanations.NOTHING_PROPOSED)
     assert "nothing sampled" in text
-    assert "no sampled step after the warm-up has a grade" in text
+    assert "none: no rank was measured" in text
 
 
 def test_terminal_prints_hostile_text_inert() -> None:

@@ -46,7 +46,7 @@ def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
                     n_read += len(batch)
             except _FAULTS as error:
                 if reading.on_error == "raise":
-                    raise
+                    raise _unreadable(path, error) from error
                 what = f"rows to {start + n_rows - 1} cannot be read: {_first_line(error)}"
                 findings.lost(start + n_read, what)
                 yield from [UNREADABLE] * (n_rows - n_read)
@@ -77,7 +77,7 @@ def copy_cut(path: Path, out: Path, keep: NDArray[np.bool_], reading: Reading, c
                 for group in range(file.metadata.num_row_groups) if len(keep) else ():
                     stop = start + file.metadata.row_group(group).num_rows
                     if keep[start:stop].any():
-                        read = _row_group(file, group, keep[start:stop])
+                        read = _row_group(file, group, keep[start:stop], path)
                         read = _cut(read, reading, cuts, start, path)
                         table = kept(read, keep[start : start + read.num_rows])
                         writer.write_table(table, row_group_size=max(table.num_rows, 1))
@@ -118,30 +118,40 @@ def lost(path: Path, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _opened(path: Path) -> Iterator[Any]:
     try:
         # Check sums of pages are checked where there are some.
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
+        opened = pq.ParquetFile(path, page_checksum_verification=True)
     except _FAULTS as error:
-        raise ShardError(
-            f"cannot be read as Parquet: {_first_line(error)}",
-            path=path,
-            remedy="Fetch or write the file again",
-        ) from error
+        raise _unreadable(path, error) from error
+    # What fails while it is open may be the disk that is written to.
+    with opened as file:
+        yield file
 
 
-def _row_group(file: Any, group: int, keep: NDArray[np.bool_]) -> Any:
+def _unreadable(path: Path, error: Exception) -> ShardError:
+    return ShardError(
+        f"cannot be read as Parquet: {_first_line(error)}",
+        path=path,
+        remedy="Fetch or write the file again",
+    )
+
+
+def _row_group(file: Any, group: int, keep: NDArray[np.bool_], path: Path) -> Any:
     """A row group as a table; of one that is damaged, the rows to the last that is kept."""
     try:
         return file.read_row_group(group)
     except _FAULTS:
-        last = int(np.flatnonzero(keep)[-1])
-        batches: list[Any] = []
-        n_rows = 0
+        pass
+    last = int(np.flatnonzero(keep)[-1])
+    batches: list[Any] = []
+    n_rows = 0
+    try:
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group]):
             batches.append(batch)
             n_rows += len(batch)
             if n_rows > last:
                 break
-        return pa.Table.from_batches(batches)
+    except _FAULTS as error:
+        raise _unreadable(path, error) from error
+    return pa.Table.from_batches(batches)
 
 
 def _cut(table: Any, reading: Reading, cuts: Cuts, start: int, path: Path) -> Any:

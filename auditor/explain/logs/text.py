@@ -9,8 +9,8 @@
     100 2.7464                                                   torchtitan: step and loss
 
 A number belongs to the words before it, back to the last number or delimiter. Where only blanks
-part the two, the last of the words must be one that says loss, norm, rate or step: prose about a
-step is no record.
+part the two, the last of the words must be one that says loss, norm, rate or step, or an identifier
+that does, such as ``train_loss``: prose about a step is no record.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _record(line: str, columns: Columns) -> tuple[int | None, dict[str, float]]:
     for one in numbers:
         if _is_step(one, columns):
             step = as_step(one.spelled) if step is None else step
-        elif one.name and (one.is_marked or one.name.split()[-1].lower() in _SPOKEN):
+        elif one.name and (one.is_marked or _is_spoken(one.name, columns)):
             value = as_number(one.spelled)
             if value is not None:
                 says_so = _HELD_OUT.search(one.name.replace("_", " ").replace("/", " "))
@@ -139,6 +139,14 @@ def _named(between: str) -> tuple[str, bool]:
     words = _BRACKETED.sub(" ", between.rstrip(":= '\""))
     name = " ".join(_DELIMITER.split(words)[-1].strip(" '\"-*#`/").split())
     return name if _LETTER.search(name) else "", between.endswith((":", "="))
+
+
+def _is_spoken(name: str, columns: Columns) -> bool:
+    """Whether a number may follow a name without a mark between."""
+    last = name.split()[-1]
+    if last.lower() in _SPOKEN or last in columns.signals.values():
+        return True
+    return any(mark in last for mark in "_/.") and role_of(last) is not None
 
 
 def _is_step(number: _Number, columns: Columns) -> bool:
