@@ -18,6 +18,7 @@ from auditor import AuditedSampler, GradeMonitor
 from auditor.cli import main
 from auditor.demo.corpus import ShardRows, collate
 from auditor.demo.model import GPT, GPTConfig, next_byte_loss
+from auditor.show.digest import GradePoint
 
 
 def run(*arguments: object) -> Result:
@@ -79,6 +80,45 @@ def test_report_as_json_is_json_and_nothing_else(recorded: Path) -> None:
     report = json.loads(result.stdout)
     assert report["schema_version"] == 1
     assert {"verdict", "events", "proposal"} <= set(report)
+
+
+def test_report_as_markdown_and_as_the_path_of_the_page(recorded: Path, tmp_path: Path) -> None:
+    result = run("report", recorded, "--format", "md")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("## Training run `")
+    page = tmp_path / "page.html"
+    result = run("report", recorded, "--format", "html", "--html", page)
+    assert result.stdout == f"{page}\n"
+    assert page.is_file()
+    as_json = run("report", recorded, "--format", "json").stdout
+    assert json.loads(as_json) == json.loads(run("report", recorded, "--json").stdout)
+
+
+def test_report_opens_the_page_that_it_wrote(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("click.launch", lambda path: opened.append(path) or 0)
+    assert run("report", recorded, "--open").exit_code == 0
+    assert opened == [str(recorded / "derived/report.html")]
+    monkeypatch.setattr("click.launch", lambda path: 127)
+    result = run("report", recorded, "--open")
+    assert (result.exit_code, "no browser could be opened" in result.stderr) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("worst", "least", "code"), [(2, "S3", 3), (3, "S3", 0), (7, "S7", 0), (None, "s1", 3)]
+)
+def test_report_fails_below_a_grade_with_a_code_of_its_own(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, worst: int | None, least: str, code: int
+) -> None:
+    point = None if worst is None else GradePoint(step=150, grade=worst, ratio=0.3, layer=1)
+    monkeypatch.setattr("auditor.show.digest.lowest_grade", lambda explanation: point)
+    result = run("report", recorded, "--fail-below", least, "--format", "json")
+    assert result.exit_code == code
+    assert json.loads(result.stdout)["schema_version"] == 1
+    told = "no sampled step after the warm-up" if worst is None else f"S{worst} at step 150"
+    assert (told in result.stderr) == (code == 3)
 
 
 def test_report_of_a_run_on_a_read_only_disk_is_printed_without_its_page(

@@ -5,20 +5,41 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from auditor.cli.command import as_json_option, checking, console
 from auditor.schema import STATES
 
+if TYPE_CHECKING:
+    from auditor.explain.explanation import Explanation
+
+_BELOW: Final = 3
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["terminal", "md", "json", "html"]),
+    default="terminal",
+    show_default=True,
+    help="What to print: the report for a terminal, as Markdown, as JSON, or the page's path.",
+)
 @as_json_option
 @click.option(
     "--html",
     type=click.Path(path_type=Path),
     help="Where to write the page.  [default: RUN/derived/report.html]",
+)
+@click.option("--open", "in_browser", is_flag=True, help="Open the page in a browser.")
+@click.option(
+    "--fail-below",
+    type=click.Choice([f"S{grade}" for grade in range(1, 8)], case_sensitive=False),
+    metavar="GRADE",
+    help="Exit with code 3 where the lowest grade is below this one (S1 to S7), or there is none.",
 )
 @click.option(
     "--implicated",
@@ -35,8 +56,11 @@ from auditor.schema import STATES
 @click.option("--no-text", is_flag=True, help="Show no text of the data.")
 def report(
     run: Path,
+    form: str,
     as_json: bool,
     html: Path | None,
+    in_browser: bool,
+    fail_below: str | None,
     implicated: Path | None,
     batches: Path | None,
     no_text: bool,
@@ -52,6 +76,8 @@ def report(
       auditor report run/ --html report.html
       auditor report run/ --implicated samples.jsonl --no-text
       auditor report run/ --batches around.csv
+      auditor report run/ --format md >> "$GITHUB_STEP_SUMMARY"
+      auditor report run/ --fail-below S3 || echo "do not promote"
     """
     for option, path, kinds in (
         ("--implicated", implicated, (".jsonl", ".parquet")),
@@ -71,14 +97,39 @@ def report(
     if batches is not None:
         n = write_batches(produced.explanation, batches)
         click.echo(f"{batches}: {n} steps around events", err=True)
-    if as_json:
+    form = "json" if as_json else form
+    if form == "json":
         from auditor.show.report import report_of
 
         click.echo(json.dumps(report_of(produced.explanation, produced.proposal), indent=2))
-        return
-    from auditor.show.terminal import print_report
+    elif form == "md":
+        from auditor.show.markdown import markdown_of
 
-    print_report(console(), produced.explanation, produced.proposal, produced.html)
+        click.echo(markdown_of(produced.explanation, produced.proposal), nl=False)
+    elif form == "terminal":
+        from auditor.show.terminal import print_report
+
+        print_report(console(), produced.explanation, produced.proposal, produced.html)
+    elif produced.html is not None:
+        click.echo(produced.html)
+    if in_browser and produced.html is not None and click.launch(str(produced.html)):
+        click.echo(f"{produced.html}: no browser could be opened", err=True)
+    if fail_below is not None:
+        _gate(produced.explanation, int(fail_below[1:]))
+
+
+def _gate(explanation: Explanation, least: int) -> None:
+    """End with an exit code of its own where the lowest grade is below ``least``."""
+    from auditor.show import digest
+
+    lowest = digest.lowest_grade(explanation)
+    if lowest is None:
+        click.echo(f"--fail-below S{least}: {digest.no_grade(explanation)}", err=True)
+    elif lowest.grade < least:
+        click.echo(f"--fail-below S{least}: S{lowest.grade} at step {lowest.step:,}", err=True)
+    else:
+        return
+    sys.exit(_BELOW)
 
 
 @click.command()

@@ -68,6 +68,24 @@ def escape_label(text: str | None, limit: int = LABEL_CHARS) -> str:
     return escaped or "(no name)"
 
 
+def markdown_code(text: str | None, limit: int = NAME_CHARS) -> str:
+    """Cleaned, as code of Markdown that may stand in a table: nothing in it is live."""
+    shown = clean(text, limit).replace("`", "'").replace("|", "\\|")
+    return f"`{shown}`" if shown else "(no name)"
+
+
+_MARKS = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
+
+
+def markdown_words(text: str) -> str:
+    """Cleaned words, escaped for Markdown: no markup, HTML, formula, link or mention."""
+    escaped = _MARKS.sub(r"\\\1", text)
+    # Addresses and mentions are live without any markup, and know no escape.
+    for live, broken in (("@", "@<!-- -->"), ("://", ":<!-- -->//"), ("www.", "www<!-- -->.")):
+        escaped = re.sub(re.escape(live), broken, escaped, flags=re.IGNORECASE)
+    return escaped
+
+
 def sentence(text: str, limit: int = SENTENCE_CHARS) -> str:
     """Sentences of ours, cleaned: they quote names from data, which are cut where too long."""
     words = (

@@ -143,10 +143,10 @@ def grades(event: Mapping[str, Any], arrow: str = "->") -> str:
     return f"{grade(event['grade_before'])} {arrow} {grade(event['grade_after'])}"
 
 
-def course(event: Mapping[str, Any]) -> str:
+def course(event: Mapping[str, Any], arrow: str = "->") -> str:
     """Before and after of an event, and what became of its grade."""
-    graded = grades(event)
-    return values(event) + (f", grade {graded}" if graded else "")
+    graded = grades(event, arrow)
+    return values(event, arrow) + (f", grade {graded}" if graded else "")
 
 
 def recovery(event: Mapping[str, Any]) -> str:
