@@ -11,6 +11,7 @@ A row is found by its id, so rows without an id column are left out and counted.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from auditor.clean.row import Reading, Row
 from auditor.clean.shards import Shard, check_out, find_shards
 from auditor.errors import ShardError
-from auditor.files import atomic, sha256
+from auditor.files import atomic, sha256_of
 from auditor.measure.compact import compact
 from auditor.measure.sketch import NORMALISATION_VERSION, exact_hash
 from auditor.schema import ID_COLUMNS, SKETCHES_VERSION
@@ -52,22 +53,23 @@ def sketch(
     for number, shard in enumerate(found.shards):
         tell("sketch", number, len(found.shards))
         n_rows = 0
-        for rows in _batches(shard, content):
-            n_rows += len(rows)
-            named = [row for row in rows if row.sample_id is not None]
-            n_without_id += len(rows) - len(named)
-            if named:
-                keys.append(np.asarray([exact_hash(str(row.sample_id).encode()) for row in named]))
-                sketches.append(compact([row.content for row in named]))
-        (path,) = shard.files()
-        shards.append(
-            {
-                "path": str(shard.path),
-                "bytes": path.stat().st_size,
-                "sha256": sha256(path),
-                "rows": n_rows,
-            }
-        )
+        with shard.local(Path(tempfile.gettempdir())) as local:
+            for rows in _batches(local, content):
+                n_rows += len(rows)
+                named = [row for row in rows if row.sample_id is not None]
+                n_without_id += len(rows) - len(named)
+                if named:
+                    ids = [str(row.sample_id).encode() for row in named]
+                    keys.append(np.asarray([exact_hash(one) for one in ids]))
+                    sketches.append(compact([row.content for row in named]))
+            shards.append(
+                {
+                    "path": str(shard.path),
+                    "bytes": sum(file.stat().st_size for file in local.files()),
+                    "sha256": sha256_of(local.files()),
+                    "rows": n_rows,
+                }
+            )
     tell("sketch", len(found.shards), len(found.shards))
     if not keys:
         raise ShardError(

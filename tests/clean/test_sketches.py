@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
+import fsspec
 import numpy as np
 import polars as pl
 import pytest
@@ -40,6 +42,25 @@ def test_looked_up_sketches_are_those_of_the_content(shards: Path, tmp_path: Pat
     ids = [f"d{i}" for i in range(39, -1, -1)]
     found = Lookup(tmp_path / "signatures").sketches(ids, [None] * 40)
     assert np.array_equal(found, compact(TEXTS[::-1]))
+
+
+def test_units_of_several_files_and_units_behind_a_url_are_sketched_too(
+    shards: Path, tmp_path: Path
+) -> None:
+    rows = [{"text": text, "id": f"d{i}"} for i, text in enumerate(TEXTS)]
+    datasets.Dataset.from_list(rows[:25]).save_to_disk(str(tmp_path / "folder"))
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/sketched/b.parquet", (shards / "b.parquet").read_bytes())
+    inputs = [tmp_path / "folder", "memory://sketched/b.parquet"]
+    document = sketch(inputs, tmp_path / "signatures")
+    sketch([shards], tmp_path / "expected")
+    for name in ("keys.npy", "sketches.npy"):
+        expected = np.load(tmp_path / "expected" / name)
+        assert np.array_equal(np.load(tmp_path / "signatures" / name), expected)
+    by_path = {Path(shard["path"]).name: shard for shard in document["shards"]}
+    assert by_path["b.parquet"]["bytes"] == (shards / "b.parquet").stat().st_size
+    files = [one for one in (tmp_path / "folder").rglob("*") if one.is_file()]
+    assert by_path["folder"]["bytes"] == sum(one.stat().st_size for one in files)
 
 
 def test_samples_that_are_not_among_them_are_sketched(shards: Path, tmp_path: Path) -> None:

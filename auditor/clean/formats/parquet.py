@@ -28,20 +28,20 @@ def files(path: Path) -> tuple[Path, ...]:
 def rows(path: Path, reading: Reading, findings: Findings) -> Iterator[Row]:
     """Rows in file order; cells that hold no content (null, undecodable) give ``content=None``.
 
-    A row group that cannot be read is, when skipping, as many unreadable rows as its footer says.
+    A row group that cannot be read is, when skipping, as many unreadable rows as its footer says:
+    in any of its columns, for all are copied.
     """
     with _opened(path) as file:
         if not file.metadata.num_rows:
             return
         columns = Columns(file.schema_arrow, reading, path)
+        wanted = None if reading.on_error == "skip" else columns.wanted
         start = 0
         for group in range(file.metadata.num_row_groups):
             n_rows = file.metadata.row_group(group).num_rows
             n_read = 0
             try:
-                for batch in file.iter_batches(
-                    BATCH_ROWS, row_groups=[group], columns=columns.wanted
-                ):
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted):
                     yield from columns.rows(batch, start + n_read, findings)
                     n_read += len(batch)
             except _FAULTS as error:
