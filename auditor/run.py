@@ -10,6 +10,7 @@ time, and kept as Parquet under ``derived/`` until that ledger grows.
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
 from collections.abc import Mapping
@@ -64,6 +65,28 @@ class Run:
         """
         path = Path(path)
         return cls(path, read_run_json(path))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a run; no ledger is read for it."""
+        derived = [table for table in DERIVED if (self.derived / f"{table}.parquet").exists()]
+        gaps = self.gaps()
+        told = {
+            "run": self.run_id,
+            "folder": str(self.path),
+            "attempts": str(len({number for _, number in self._noted()})),
+            "ranks": str(len({rank for rank, _ in self._noted()})),
+            "recorded": ", ".join(filter(self.ledgers, FACTS)) or "nothing",
+            "derived": ", ".join(derived) or f"nothing yet: auditor report {self.path}",
+            "gaps": "; ".join(gaps) or "none known",
+        }
+        rows = (
+            f"<tr><th scope='row'>{name}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in told.items()
+        )
+        return f"<table>{''.join(rows)}</table>"
 
     @property
     def run_id(self) -> str:

@@ -78,6 +78,27 @@ def test_derived_tables_and_report_rebuild_identically(run: Path) -> None:
     assert {path: path.read_bytes() for path in (run / "derived").rglob("*.*")} == files
 
 
+def test_a_notebook_shows_what_a_run_is_and_what_is_missing(run: Path) -> None:
+    shown = Run.open(run)._repr_html_()
+    for told in (
+        f"<th scope='row'>folder</th><td>{run}</td>",
+        "<th scope='row'>attempts</th><td>1</td>",
+        "<th scope='row'>ranks</th><td>1</td>",
+        "<td>exposures, samples, signals</td>",
+        f"nothing yet: auditor report {run}",
+        "<th scope='row'>gaps</th><td>none known</td>",
+    ):
+        assert told in shown, told
+    explain(Run.open(run))
+    note = next(run.glob("attempts/rank-*/attempt-*.json"))
+    noted = json.loads(note.read_text())
+    note.write_text(json.dumps({**noted, "counts": {"<script>": 2}}))
+    shown = Run.open(run)._repr_html_()
+    assert "<td>composition, grades, events, suspects, drifts</td>" in shown
+    assert "2 &lt;script&gt;" in shown
+    assert repr(Run.open(run)) == f"Run({str(run)!r})"
+
+
 def test_torn_tail_is_dropped_counted_and_reported(run: Path) -> None:
     ledger = run / "exposures/rank-00000/attempt-0000.ledger"
     whole = Run.open(run).scan("exposures").collect().height

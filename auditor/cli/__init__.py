@@ -1,6 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that help is instant.
 
-Exit codes: 0 ok, 1 an error, 2 wrong usage, 130 interrupted.
+Exit codes: 0 ok, 1 an error, 2 wrong usage, 3 a grade below ``--fail-below``, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from auditor.cli.cleaned import explain, restore, sketch, verify
 from auditor.cli.cleaning import dedupe
 from auditor.cli.command import Group
 from auditor.cli.demo import demo
+from auditor.cli.doctor import doctor
 from auditor.cli.importing import import_
 from auditor.cli.proposing import propose
 from auditor.cli.reading import exposures, grade, replay_order, report, sites, watch
@@ -23,7 +24,7 @@ _COMMANDS = (
     *(recover, checkpoints, propose),
     import_,
     *(dedupe, verify, explain, restore, sketch),
-    demo,
+    *(doctor, demo),
 )
 
 
@@ -50,6 +51,7 @@ def main() -> None:
       auditor explain cleaned/ novels-17        why a row was kept or dropped
       auditor restore cleaned/ --out dropped/   the dropped rows, as shards
       auditor sketch shards/ --out signatures/  sketches for training runs to look up
+      auditor doctor --loader train:make_loader what would be recorded, before it is
       auditor demo                              all of it, on real text, in two minutes
     """
 

@@ -23,7 +23,7 @@ def inspect(target: str, sites: Sequence[str] | None = None) -> str:
         ValueError: the target cannot be imported, is no factory of a model, fails on its batch, or
             has no transformer blocks.
     """
-    made = _make(target)
+    made = make(target)
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -53,7 +53,8 @@ def inspect(target: str, sites: Sequence[str] | None = None) -> str:
     return "\n".join([table, *dict.fromkeys(failures)])
 
 
-def _make(target: str) -> Any:
+def make(target: str) -> Any:
+    """What the function ``module:factory`` returns; ValueError where it cannot be called."""
     module, separator, name = target.partition(":")
     if not separator or not name:
         raise ValueError(f"expected module:factory, got {target!r}")
