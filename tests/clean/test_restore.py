@@ -161,7 +161,7 @@ def test_rows_of_a_damaged_row_group_are_counted_and_all_others_are_given_back(
     assert list((tmp_path / "none").iterdir()) == []
 
 
-def test_damage_in_a_column_that_cleaning_does_not_read_loses_rows_of_its_group_alone(
+def test_damage_in_a_column_that_is_no_content_loses_the_rows_of_its_group_alone(
     tmp_path: Path,
 ) -> None:
     rows = parquet_of_900(tmp_path / "p.parquet")
@@ -174,9 +174,11 @@ def test_damage_in_a_column_that_cleaning_does_not_read_loses_rows_of_its_group_
     )
     zeroed_in(tmp_path / "p.parquet", 450, "note")
     config = DedupeConfig(on_error="skip")
-    dedupe([tmp_path / "p.parquet"], tmp_path / "out", config=config, manifest_only=True)
+    manifest = dedupe([tmp_path / "p.parquet"], tmp_path / "out", config=config)
+    assert manifest.counts["unreadable"] == 300
+    assert pq.read_table(tmp_path / "out/data/p.parquet").num_rows == 600 - 60
     restored = restore(load_manifest(tmp_path / "out"), tmp_path / "back")
-    assert (restored.by_reason, restored.lost_by_shard) == ({"exact": 60}, {"p.parquet": 30})
+    assert (restored.by_reason, restored.lost_by_shard) == ({"exact": 60}, {"p.parquet": 300})
 
 
 def write_tar(path: Path, names: dict[str, bytes]) -> Path:
