@@ -83,6 +83,7 @@ def test_every_command_has_help_with_an_example() -> None:
         "checkpoints",
         "dedupe",
         "demo",
+        "doctor",
         "explain",
         "exposures",
         "grade",
